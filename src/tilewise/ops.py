@@ -1,0 +1,219 @@
+"""The torch.library ops, their fake kernels and their autograd: the only autograd code in the package.
+
+Three paths meet here. Eager and torch.compile use `torch.ops.tilewise.attention_fwd`, whose Autograd kernel is Python calling
+an old-style `autograd.Function` (the cheapest way measured: 14 us a call). torch.func transforms need a new-style Function
+(`setup_context`), which costs 53 us, so they have one of their own. Both share one backward op.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from tilewise import dispatch
+from tilewise.backends.base import Needs
+from tilewise.spec import DIFFERENTIABLE, AttentionSpec
+
+_library = torch.library.Library("tilewise", "DEF")
+_library.define(
+    "attention_fwd(Tensor q, Tensor k, Tensor v, Tensor[] aux, str spec, float scale, str backend,"
+    " SymInt max_q, SymInt max_k)"
+    " -> (Tensor, Tensor, Tensor)"
+)
+_library.define(
+    "attention_bwd(Tensor? do, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor[] aux, str spec,"
+    " float scale, str backend, SymInt max_q, SymInt max_k, bool[] needs) -> Tensor[]"
+)
+_fwd = torch.ops.tilewise.attention_fwd.default
+_bwd = torch.ops.tilewise.attention_bwd.default
+
+DOUBLE_BACKWARD = (
+    "tilewise: double backward is not implemented. The gradient of a gradient of attention needs kernels of its own; "
+    "compute it with tilewise.reference.attention, which is differentiable any number of times."
+)
+JVP = "tilewise: forward-mode derivatives (jvp) are not implemented; use tilewise.reference.attention for them."
+VMAP_DROPOUT = "tilewise: vmap over attention with dropout is not supported: every slice would draw the same mask."
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, aux: list[Tensor], spec: str, scale: float, backend: str, max_q: int, max_k: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """o, lse, max_logit of a checked call, by whichever autograd path the caller is in."""
+    if torch._C._are_functorch_transforms_active():
+        return _FunctorchAttention.apply(q, k, v, spec, scale, backend, max_q, max_k, *aux)  # pyright: ignore
+    return _fwd(q, k, v, aux, spec, scale, backend, max_q, max_k)
+
+
+# ---- kernels ----
+
+
+def _forward(q, k, v, aux, spec, scale, backend, max_q, max_k):
+    bound = AttentionSpec.parse(spec).bind(aux, scale)
+    return dispatch.load(backend).forward(q, k, v, bound, max_q, max_k)
+
+
+def _backward(do, dlse, q, k, v, o, lse, aux, spec, scale, backend, max_q, max_k, needs):
+    bound = AttentionSpec.parse(spec).bind(aux, scale)
+    grads = dispatch.load(backend).backward(do, dlse, q, k, v, o, lse, bound, max_q, max_k, Needs(*needs))
+    return [g for g in grads if g is not None]
+
+
+def _forward_fake(q, k, v, aux, spec, scale, backend, max_q, max_k):
+    o = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    acc = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse_shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
+    return o, q.new_empty(lse_shape, dtype=acc), q.new_empty((q.shape[-2],), dtype=acc)
+
+
+def _backward_fake(do, dlse, q, k, v, o, lse, aux, spec, scale, backend, max_q, max_k, needs):
+    named = dict(zip(AttentionSpec.parse(spec).tensors, aux, strict=False))
+    inputs = (q, k, v, *(named.get(name) for name in DIFFERENTIABLE))
+    return [t.new_empty(t.shape) for t, needed in zip(inputs, needs, strict=True) if needed]
+
+
+# ---- autograd, eager and compiled ----
+
+
+def _wants_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _refuse_tangents(*tensors: Tensor) -> None:
+    # An old-style Function whose inputs need no backward never sees tangents: without this they would be lost in silence.
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise NotImplementedError(JVP)
+
+
+def _forward_autograd(q, k, v, aux, spec, scale, backend, max_q, max_k):
+    _refuse_tangents(q, k, v, *aux)
+    if _wants_grad(q, k, v, *aux):
+        return _Attention.apply(q, k, v, spec, scale, backend, max_q, max_k, *aux)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _fwd(q, k, v, aux, spec, scale, backend, max_q, max_k)
+
+
+def _backward_autograd(do, dlse, q, k, v, o, lse, aux, spec, scale, backend, max_q, max_k, needs):
+    if _wants_grad(do, dlse, q, k, v, o, lse, *aux):
+        return list(_Backward.apply(spec, scale, backend, max_q, max_k, needs, do, dlse, q, k, v, o, lse, *aux))  # pyright: ignore
+    with torch._C._AutoDispatchBelowAutograd():
+        return _bwd(do, dlse, q, k, v, o, lse, aux, spec, scale, backend, max_q, max_k, needs)
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple) -> None:
+    q, k, v, ctx.spec, ctx.scale, ctx.backend, ctx.max_q, ctx.max_k, *aux = inputs
+    o, lse, max_logit = output
+    ctx.save_for_backward(q, k, v, o, lse, *aux)
+    ctx.mark_non_differentiable(max_logit)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, run: Any) -> tuple[Tensor | None, ...]:
+    """Gradients in the order of the forward's inputs (q, k, v, spec, scale, backend, max_q, max_k, *aux)."""
+    q, k, v, o, lse, *aux = ctx.saved_tensors
+    wanted = ctx.needs_input_grad
+    tensors = AttentionSpec.parse(ctx.spec).tensors
+    slots = [0, 1, 2] + [8 + tensors.index(name) if name in tensors else None for name in DIFFERENTIABLE]
+    needs = [slot is not None and wanted[slot] for slot in slots]
+    found = [None] * (8 + len(aux))
+    if do is None and dlse is None:
+        return tuple(found)
+    grads = iter(run(do, dlse, q, k, v, o, lse, aux, ctx.spec, ctx.scale, ctx.backend, ctx.max_q, ctx.max_k, needs))
+    for slot, needed in zip(slots, needs, strict=True):
+        if needed:
+            found[slot] = next(grads)
+    return tuple(found)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, spec, scale, backend, max_q, max_k, *aux):  # pyright: ignore[reportIncompatibleMethodOverride]
+        with torch._C._AutoDispatchBelowAutograd():
+            output = _fwd(q, k, v, aux, spec, scale, backend, max_q, max_k)
+        _save(ctx, (q, k, v, spec, scale, backend, max_q, max_k, *aux), output)
+        return output
+
+    @staticmethod
+    def backward(ctx, do, dlse, _):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _gradients(ctx, do, dlse, _bwd)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(JVP)
+
+
+class _Backward(torch.autograd.Function):
+    """The backward op where its own inputs require grad: right values, and a clear refusal of a second backward."""
+
+    @staticmethod
+    def forward(spec, scale, backend, max_q, max_k, needs, do, dlse, q, k, v, o, lse, *aux):  # pyright: ignore
+        return tuple(_bwd(do, dlse, q, k, v, o, lse, aux, spec, scale, backend, max_q, max_k, needs))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError(DOUBLE_BACKWARD)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(JVP)
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        return _loop_vmap(_Backward, info, in_dims, args)
+
+
+# ---- autograd under torch.func ----
+
+
+class _FunctorchAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(q, k, v, spec, scale, backend, max_q, max_k, *aux):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _fwd(q, k, v, aux, spec, scale, backend, max_q, max_k)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _save(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx, do, dlse, _):  # pyright: ignore[reportIncompatibleMethodOverride]
+        return _gradients(ctx, do, dlse, _functorch_bwd)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(JVP)
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        if AttentionSpec.parse(args[3]).dropout_p > 0:
+            raise NotImplementedError(VMAP_DROPOUT)
+        return _loop_vmap(_FunctorchAttention, info, in_dims, args)
+
+
+def _functorch_bwd(do, dlse, q, k, v, o, lse, aux, spec, scale, backend, max_q, max_k, needs):
+    return _Backward.apply(spec, scale, backend, max_q, max_k, needs, do, dlse, q, k, v, o, lse, *aux)
+
+
+def _loop_vmap(function: Any, info: Any, in_dims: tuple, args: tuple) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """One call per slice: right for every mask and modifier, whatever dims they broadcast over."""
+    slices = []
+    for i in range(info.batch_size):
+        picked = [
+            a.select(d, i) if isinstance(a, Tensor) and d is not None else a for a, d in zip(args, in_dims, strict=True)
+        ]
+        slices.append(function.apply(*picked))
+    outputs = tuple(torch.stack(parts) for parts in zip(*slices, strict=True))
+    return outputs, (0,) * len(outputs)
+
+
+_library.impl("attention_fwd", _forward, "CompositeExplicitAutograd")
+_library.impl("attention_bwd", _backward, "CompositeExplicitAutograd")
+_library.impl("attention_fwd", _forward_autograd, "Autograd")
+_library.impl("attention_bwd", _backward_autograd, "Autograd")
+torch.library.register_fake("tilewise::attention_fwd", _forward_fake, lib=_library)
+torch.library.register_fake("tilewise::attention_bwd", _backward_fake, lib=_library)

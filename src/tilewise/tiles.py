@@ -1,0 +1,40 @@
+"""Tile arithmetic: which tiles a block of rows visits and which of them need a mask. Pure integer arithmetic.
+
+Forward, backward, cost model and plots all call these functions; they take and return Python ints (or anything that
+behaves like them inside a kernel). ``//`` is only used on numerators >= 0, where truncation and floor agree.
+"""
+
+from typing import NamedTuple
+
+
+class TileRange(NamedTuple):
+    """kv tiles ``[first, last)`` are visited; of these ``[full_first, full_last)`` need no mask."""
+
+    first: int
+    full_first: int
+    full_last: int
+    last: int
+
+
+def cdiv(a, b):
+    """``ceil(a / b)`` for a >= 0, b > 0."""
+    return (a + b - 1) // b
+
+
+def clip_interval(lo, hi, length, minimum=min, maximum=max):
+    """The proper interval ``0 <= lo <= hi <= length`` holding the same keys."""
+    lo = minimum(maximum(lo, 0), length)
+    return lo, maximum(minimum(hi, length), lo)
+
+
+def kv_tile_range(lo_min, lo_max, hi_min, hi_max, block_n):
+    """Tiles of `block_n` keys for a block of rows whose intervals have these extreme bounds.
+
+    Every key seen by some row lies in a visited tile; in a full tile every row sees every key.
+    """
+    if hi_max <= lo_min:
+        return TileRange(0, 0, 0, 0)
+    first, last = lo_min // block_n, cdiv(hi_max, block_n)
+    full_first = min(max(cdiv(lo_max, block_n), first), last)
+    full_last = min(max(hi_min // block_n, full_first), last)
+    return TileRange(first, full_first, full_last, last)
