@@ -1,8 +1,10 @@
 """The torch.library ops, their fake kernels and their autograd: the only autograd code in the package.
 
-Three paths meet here. Eager and torch.compile use `torch.ops.tilewise.attention_fwd`, whose Autograd kernel is Python calling
-an old-style `autograd.Function` (the cheapest way measured: 14 us a call). torch.func transforms need a new-style Function
-(`setup_context`), which costs 53 us, so they have one of their own. Both share one backward op.
+Three paths meet here, told apart in `attention`. Plain eager tensors go to an old-style `autograd.Function` that calls the
+backend itself: each pass through the dispatcher from Python costs more than all our checks together. Whatever watches or
+transforms ops (torch.compile, fake tensors, dispatch modes, tensor subclasses) goes through `torch.ops.tilewise.attention_fwd`,
+whose Autograd kernel calls the same Function. torch.func transforms need a new-style Function (`setup_context`), slower
+again, so they have one of their own. All share one backward.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from torch.autograd import forward_ad
 
 from tilewise import dispatch
 from tilewise.backends.base import Needs
-from tilewise.spec import DIFFERENTIABLE, AttentionSpec
+from tilewise.spec import DIFFERENTIABLE, AttentionSpec, bind
 
 _library = torch.library.Library("tilewise", "DEF")
 _library.define(
@@ -41,22 +43,43 @@ VMAP_DROPOUT = "tilewise: vmap over attention with dropout is not supported: eve
 def attention(
     q: Tensor, k: Tensor, v: Tensor, aux: list[Tensor], spec: str, scale: float, backend: str, max_q: int, max_k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """o, lse, max_logit of a checked call, by whichever autograd path the caller is in."""
+    """o, lse, max_logit of a checked call, by whichever path the caller is in."""
+    if torch.compiler.is_compiling():
+        return _fwd(q, k, v, aux, spec, scale, backend, max_q, max_k)
     if torch._C._are_functorch_transforms_active():
         return _FunctorchAttention.apply(q, k, v, spec, scale, backend, max_q, max_k, *aux)  # pyright: ignore
+    if _is_plain(q, k, v, aux):
+        if not _wants_grad(q, k, v, *aux):
+            _refuse_tangents(q, k, v, *aux)
+            return _forward(q, k, v, aux, spec, scale, backend, max_q, max_k)
+        return _apply_eager(q, k, v, spec, scale, backend, max_q, max_k, *aux)
     return _fwd(q, k, v, aux, spec, scale, backend, max_q, max_k)
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def _is_plain(q: Tensor, k: Tensor, v: Tensor, aux: list[Tensor]) -> bool:
+    """Whether nothing but a backend has to see the call: real tensors, no dispatch or function mode."""
+    return (
+        type(q) in _PLAIN
+        and type(k) in _PLAIN
+        and type(v) in _PLAIN
+        and all(type(t) in _PLAIN for t in aux)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and q.device.type != "meta"
+    )
 
 
 # ---- kernels ----
 
 
 def _forward(q, k, v, aux, spec, scale, backend, max_q, max_k):
-    bound = AttentionSpec.parse(spec).bind(aux, scale)
-    return dispatch.load(backend).forward(q, k, v, bound, max_q, max_k)
+    return dispatch.load(backend).forward(q, k, v, bind(spec, aux, scale), max_q, max_k)
 
 
 def _backward(do, dlse, q, k, v, o, lse, aux, spec, scale, backend, max_q, max_k, needs):
-    bound = AttentionSpec.parse(spec).bind(aux, scale)
+    bound = bind(spec, aux, scale)
     grads = dispatch.load(backend).backward(do, dlse, q, k, v, o, lse, bound, max_q, max_k, Needs(*needs))
     return [g for g in grads if g is not None]
 
@@ -128,6 +151,8 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, run: Any) -> tu
 
 
 class _Attention(torch.autograd.Function):
+    """The autograd of the op: its forward and backward are ops again, for whatever watches them below autograd."""
+
     @staticmethod
     def forward(ctx, q, k, v, spec, scale, backend, max_q, max_k, *aux):  # pyright: ignore[reportIncompatibleMethodOverride]
         with torch._C._AutoDispatchBelowAutograd():
@@ -142,6 +167,20 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def jvp(ctx, *tangents):
         raise NotImplementedError(JVP)
+
+
+class _EagerAttention(_Attention):
+    """The same for plain tensors: straight to the backend."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, spec, scale, backend, max_q, max_k, *aux):  # pyright: ignore[reportIncompatibleMethodOverride]
+        output = _forward(q, k, v, aux, spec, scale, backend, max_q, max_k)
+        _save(ctx, (q, k, v, spec, scale, backend, max_q, max_k, *aux), output)
+        return output
+
+
+# `Function.apply` without its torch.func checks, which `attention` has made already.
+_apply_eager = super(torch.autograd.Function, _EagerAttention).apply
 
 
 class _Backward(torch.autograd.Function):

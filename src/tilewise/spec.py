@@ -9,6 +9,7 @@ import ast
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -30,8 +31,7 @@ TENSORS = (
 DIFFERENTIABLE = ("bias", "alibi_slopes", "sinks")
 
 
-@dataclass(frozen=True)
-class MaskTerm:
+class MaskTerm(NamedTuple):
     """One part of the mask: its kind, its plain parameters, and how many tensors of `aux` belong to it."""
 
     name: str
@@ -56,7 +56,7 @@ class AttentionSpec:
     key: str = field(init=False, compare=False, repr=False)  # a string from which `parse` rebuilds the spec
 
     def __post_init__(self):
-        terms = tuple((term.name, term.params, term.tensors) for term in self.mask)
+        terms = tuple(tuple(term) for term in self.mask)
         key = repr((terms, self.align, self.softcap, self.dropout_p, self.deterministic, self.tensors))
         object.__setattr__(self, "key", key)
 
@@ -144,3 +144,13 @@ class BoundSpec:
     @property
     def sink(self) -> Sink | None:
         return None if self.sinks is None else Sink(self.sinks)
+
+
+def bind(key: str, aux: Sequence[Tensor], softmax_scale: float) -> BoundSpec:
+    """The spec named by `key` with its tensors. Calls without tensors, most of a training loop's, are bound once."""
+    return AttentionSpec.parse(key).bind(aux, softmax_scale) if aux else _bind_bare(key, softmax_scale)
+
+
+@lru_cache(maxsize=1024)
+def _bind_bare(key: str, softmax_scale: float) -> BoundSpec:
+    return AttentionSpec.parse(key).bind((), softmax_scale)
