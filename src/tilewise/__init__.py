@@ -2,6 +2,7 @@
 
 from tilewise.api import attention, attention_varlen
 from tilewise.dispatch import NoBackendError, use_backend
+from tilewise.explain import Explanation, explain
 from tilewise.masks import Blocks, Causal, Chunk, Dense, Document, Full, Mask, Prefix, Window
 
 __version__ = "0.1.0"
@@ -12,6 +13,7 @@ __all__ = [
     "Chunk",
     "Dense",
     "Document",
+    "Explanation",
     "Full",
     "Mask",
     "NoBackendError",
@@ -19,5 +21,6 @@ __all__ = [
     "Window",
     "attention",
     "attention_varlen",
+    "explain",
     "use_backend",
 ]

@@ -1,21 +1,15 @@
-"""The public functions: check what was given, describe it as a spec, choose a backend, run the op."""
+"""The public functions: describe what was given as a `Call`, choose a backend, run the op."""
 
 from __future__ import annotations
 
-from functools import lru_cache
-from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewise import dispatch, ops
-from tilewise.checks import as_int, describe
-from tilewise.masks import ALIGNMENTS, Causal, Mask, Window, as_mask, window_side
-from tilewise.problem import Problem, Signature, check_cu_seqlens, check_number, make_problem
-from tilewise.spec import TENSORS, AttentionSpec, MaskTerm
-
-LAYOUTS = ("bshd", "bhsd")
+from tilewise.call import Call, dense_call, packed_call, select_backend
+from tilewise.masks import Mask
 
 
 def attention(
@@ -85,16 +79,11 @@ def attention(
         >>> o.sum().backward(); q.grad.shape
         torch.Size([2, 128, 8, 64])
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
-    _check_tensors(q, k, v)
-    if layout == "bhsd":
-        q, k, v = (t.transpose(1, 2) if t.dim() == 4 else t for t in (q, k, v))
-    masks, align = _collect_masks(mask, causal, window_size)
-    named = {"bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
-    o, lse, max_logit = _run(
-        q, k, v, masks, align, named, softcap, dropout_p, softmax_scale, deterministic, backend, generator, 0, 0
-    )
+    call = dense_call(
+        q, k, v, mask, causal, window_size, bias, alibi_slopes, softcap, sinks, dropout_p, softmax_scale, deterministic,
+        layout, generator,
+    )  # fmt: skip
+    o, lse, max_logit = _run(call, backend)
     return _select_outputs(o.transpose(1, 2) if layout == "bhsd" else o, lse, max_logit, return_lse, return_max_logit)
 
 
@@ -150,116 +139,17 @@ def attention_varlen(
         >>> tilewise.attention_varlen(q, k, v, cu, causal=True).shape
         torch.Size([10, 2, 16])
     """
-    _check_tensors(q, k, v)
-    if q.dim() != 3 or k.dim() != 3:
-        raise ValueError(
-            f"attention_varlen takes packed q (total_q, H, D) and k, v (total_k, Hkv, D), got q {tuple(q.shape)}, "
-            f"k {tuple(k.shape)}; use attention for (B, S, H, D)"
-        )
-    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    max_q = check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0], _optional_int(max_seqlen_q), seqused_q)
-    max_k = check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k.shape[0], _optional_int(max_seqlen_k), seqused_k)
-    masks, align = _collect_masks(mask, causal, window_size)
-    named = {"bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
-    named |= {
-        "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k": cu_seqlens_k,
-        "seqused_q": seqused_q,
-        "seqused_k": seqused_k,
-    }
-    o, lse, max_logit = _run(
-        q, k, v, masks, align, named, softcap, dropout_p, softmax_scale, deterministic, backend, generator, max_q, max_k
-    )
+    call = packed_call(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, mask, causal, window_size,
+        bias, alibi_slopes, softcap, sinks, dropout_p, softmax_scale, deterministic, generator,
+    )  # fmt: skip
+    o, lse, max_logit = _run(call, backend)
     return _select_outputs(o, lse, max_logit, return_lse, return_max_logit)
 
 
-def _run(
-    q, k, v, masks, align, named, softcap, dropout_p, softmax_scale, deterministic, backend, generator, max_q, max_k
-):
-    if dropout_p:
-        named["seed"] = torch.randint(0, 2**63 - 1, (1,), generator=generator, dtype=torch.int64)
-    present = tuple(name for name in TENSORS if named.get(name) is not None)
-    terms, mask_tensors = _terms(masks)
-    aux = [named[name] for name in present] + mask_tensors
-    for name, t in zip(present, aux, strict=False):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name} must be a tensor or None, got {describe(t)}")
-    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
-        q, k, v = _autocast(q, k, v)
-    make_spec, checked = (_make_spec, _checked) if not torch.compiler.is_compiling() else _UNCACHED
-    spec = make_spec(terms, align, softcap, dropout_p, bool(deterministic), present)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else check_number(softmax_scale, "softmax_scale", -inf, inf)
-    signatures = tuple((t.shape, t.dtype, t.device) for t in (q, k, v, *aux))
-    name = checked(signatures, spec, max_q, max_k, backend or dispatch.preferred())
-    return ops.attention(q, k, v, aux, spec.key, scale, name, max_q, max_k)
-
-
-def _make_spec_uncached(terms, align, softcap, dropout_p, deterministic, present) -> AttentionSpec:
-    cap = None if softcap is None or softcap == 0 else check_number(softcap, "softcap", 0.0, inf)
-    p = check_number(dropout_p, "dropout_p", 0.0, 1.0)
-    return AttentionSpec(terms, align, cap, p, deterministic, present)
-
-
-def _checked_uncached(signatures, spec, max_q, max_k, backend) -> str:
-    return dispatch.select(problem_of(signatures, spec, max_q, max_k), backend)
-
-
-# A training loop makes the same few calls for ever: their spec, checks and backend are found here.
-_make_spec = lru_cache(maxsize=1024)(_make_spec_uncached)
-_checked = lru_cache(maxsize=4096)(_checked_uncached)
-_UNCACHED = (_make_spec_uncached, _checked_uncached)
-
-
-def problem_of(signatures: tuple, spec: AttentionSpec, max_q: int, max_k: int) -> Problem:
-    """Check one call given as (shape, dtype, device) of q, k, v and each aux tensor."""
-    q, k, v, *aux = (Signature(*s) for s in signatures)
-    return make_problem(q, k, v, aux, spec, max_q, max_k)
-
-
-def _terms(masks: tuple[Mask, ...]) -> tuple[tuple[MaskTerm, ...], list[Tensor]]:
-    if not masks:
-        return (), []
-    terms = tuple(MaskTerm(mask.name, mask.params, len(mask.tensors)) for mask in masks)
-    return terms, [t for mask in masks for t in mask.tensors]
-
-
-def _collect_masks(mask: Mask | Tensor | None, causal: bool | str, window_size: Any) -> tuple[tuple[Mask, ...], str]:
-    """All mask parts of a call, and its one alignment."""
-    parts = [] if mask is None else list(as_mask(mask).parts())
-    if causal is not False:
-        if causal is not True and causal not in ALIGNMENTS:
-            raise ValueError(f"causal must be False, True, 'bottom_right' or 'top_left', got {causal!r}")
-        parts.append(Causal(None if causal is True else causal))
-    if window_size is not None:
-        parts.append(_window(window_size))
-    stated = {part.align for part in parts if isinstance(part, (Causal, Window)) and part.align is not None}
-    if len(stated) > 1:
-        raise ValueError(f"one call has one alignment, its masks ask for {sorted(stated)}")
-    return tuple(parts), stated.pop() if stated else "bottom_right"
-
-
-def _window(window_size: Any) -> Window:
-    try:
-        left, right = window_size
-    except (TypeError, ValueError):
-        raise ValueError(f"window_size must be (left, right), got {describe(window_size)}") from None
-    return Window(window_side(left, "left"), window_side(right, "right"))
-
-
-def _check_tensors(q: Any, k: Any, v: Any) -> None:
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
-
-
-def _optional_int(value: Any) -> int | None:
-    return None if value is None else as_int(value, "max_seqlen")
-
-
-def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """Cast like scaled_dot_product_attention under autocast: to the autocast dtype, float64 left alone."""
-    dtype = torch.get_autocast_dtype(tensors[0].device.type)
-    return [t.to(dtype) if t.dtype in (torch.float32, torch.float16, torch.bfloat16) else t for t in tensors]
+def _run(call: Call, backend: str | None) -> tuple[Tensor, Tensor, Tensor]:
+    name = select_backend(call.signatures, call.spec, call.max_q, call.max_k, backend or dispatch.preferred())
+    return ops.attention(call.q, call.k, call.v, call.aux, call.spec.key, call.scale, name, call.max_q, call.max_k)
 
 
 def _select_outputs(o, lse, max_logit, return_lse, return_max_logit):

@@ -178,6 +178,11 @@ class _EagerAttention(_Attention):
         _save(ctx, (q, k, v, spec, scale, backend, max_q, max_k, *aux), output)
         return output
 
+    @staticmethod
+    def backward(ctx, do, dlse, _):  # pyright: ignore[reportIncompatibleMethodOverride]
+        watched = torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0
+        return _gradients(ctx, do, dlse, _bwd if watched else _backward)
+
 
 # `Function.apply` without its torch.func checks, which `attention` has made already.
 _apply_eager = super(torch.autograd.Function, _EagerAttention).apply

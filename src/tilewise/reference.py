@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tilewise import predicates
@@ -24,18 +27,40 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bound: BoundSpec) -> tuple[Tensor
     """
     if not bound.spec.varlen:
         return _dense(q, k, v, bound, torch.arange(q.shape[0], device=q.device))
-    assert bound.cu_seqlens_q is not None and bound.cu_seqlens_k is not None
     o = q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
     lse = q.new_full((q.shape[1], q.shape[0]), -torch.inf)
-    cu_q, cu_k = bound.cu_seqlens_q.tolist(), bound.cu_seqlens_k.tolist()
-    for b in range(len(cu_q) - 1):
-        q_len = cu_q[b + 1] - cu_q[b] if bound.seqused_q is None else int(bound.seqused_q[b])
-        k_len = cu_k[b + 1] - cu_k[b] if bound.seqused_k is None else int(bound.seqused_k[b])
-        rows, keys = slice(cu_q[b], cu_q[b] + q_len), slice(cu_k[b], cu_k[b] + k_len)
+    for b, rows, keys in _slices(bound):
         o_b, lse_b = _dense(q[None, rows], k[None, keys], v[None, keys], bound, torch.tensor([b], device=q.device))
         o = torch.cat([o[: rows.start], o_b[0], o[rows.stop :]])
         lse = torch.cat([lse[:, : rows.start], lse_b[0], lse[:, rows.stop :]], dim=1)
     return o, lse
+
+
+def max_logit(q: Tensor, k: Tensor, bound: BoundSpec) -> Tensor:
+    """The largest visible score of each head over all sequences, (H,); -inf for a head that sees nothing."""
+    best = q.new_full((q.shape[-2],), -torch.inf)
+    for q_part, k_part, batch in _parts(q, k, bound):
+        s, visible = scores(q_part, k_part, bound, batch)
+        if s.numel():
+            best = torch.maximum(best, s.masked_fill(~visible, -torch.inf).amax((0, 2, 3)))
+    return best
+
+
+def _parts(q: Tensor, k: Tensor, bound: BoundSpec) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """q, k and sequence indices of each dense piece of a call: the whole call, or every packed sequence."""
+    if not bound.spec.varlen:
+        return [(q, k, torch.arange(q.shape[0], device=q.device))]
+    return [(q[None, rows], k[None, keys], torch.tensor([b], device=q.device)) for b, rows, keys in _slices(bound)]
+
+
+def _slices(bound: BoundSpec) -> Iterator[tuple[int, slice, slice]]:
+    """Rows and keys of each packed sequence."""
+    assert bound.cu_seqlens_q is not None and bound.cu_seqlens_k is not None
+    cu_q, cu_k = bound.cu_seqlens_q.tolist(), bound.cu_seqlens_k.tolist()
+    for b in range(len(cu_q) - 1):
+        q_len = cu_q[b + 1] - cu_q[b] if bound.seqused_q is None else int(bound.seqused_q[b])
+        k_len = cu_k[b + 1] - cu_k[b] if bound.seqused_k is None else int(bound.seqused_k[b])
+        yield b, slice(cu_q[b], cu_q[b] + q_len), slice(cu_k[b], cu_k[b] + k_len)
 
 
 def scores(q: Tensor, k: Tensor, bound: BoundSpec, batch: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,6 +80,7 @@ def scores(q: Tensor, k: Tensor, bound: BoundSpec, batch: Tensor) -> tuple[Tenso
         visible &= _elements(mask, row, n, batch)
     seen = visible.any(2).transpose(1, 2)[..., None]  # a key that no row sees may hold NaN
     k = torch.where(seen, k.repeat_interleave(H // Hkv, dim=2), 0.0)
+    q = torch.where(_sees(visible), q, 0.0)  # and so may a query that sees no key
     s = bound.softmax_scale * torch.einsum("bmhd,bnhd->bhmn", q, k)
     for mod in bound.mods:
         if isinstance(mod, Softcap):
@@ -67,9 +93,9 @@ def scores(q: Tensor, k: Tensor, bound: BoundSpec, batch: Tensor) -> tuple[Tenso
     return s, visible
 
 
-def _dense(q, k, v, bound, batch):
+def probabilities(q: Tensor, k: Tensor, bound: BoundSpec, batch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention weights before dropout (B, H, Sq, Sk), lse (B, H, Sq), and which entries are visible."""
     s, visible = scores(q, k, bound, batch)
-    seen = visible.any(2).transpose(1, 2)[..., None]
     s = s.masked_fill(~visible, -torch.inf)
     peak = s.detach().amax(-1) if s.shape[-1] else s.new_full(s.shape[:-1], -torch.inf)
     empty = peak == -torch.inf
@@ -79,13 +105,35 @@ def _dense(q, k, v, bound, batch):
     if bound.sink is not None:
         lse = bound.sink.apply(lse)
     finite = torch.where(lse == -torch.inf, 0.0, lse)
-    p = torch.where(
-        visible & ~empty[..., None], torch.exp(torch.where(visible, s, -torch.inf) - finite[..., None]), 0.0
-    )
+    p = torch.exp(torch.where(visible, s, -torch.inf) - finite[..., None])
+    return torch.where(visible & ~empty[..., None], p, 0.0), lse, visible
+
+
+def signed_probabilities(q: Tensor, k: Tensor, bound: BoundSpec) -> Tensor:
+    """Attention weights before dropout (B, H, Sq, Sk), negative where dropout drops them; for packed calls padded by 0."""
+    signed = []
+    for q_part, k_part, batch in _parts(q, k, bound):
+        p, _, _ = probabilities(q_part, k_part, bound, batch)
+        dropped = ~keep_dropout(bound, batch, *p.shape[1:]) if bound.seed is not None else p < 0
+        signed.append(torch.where(dropped, -p, p))
+    Sq, Sk = (max((p.shape[dim] for p in signed), default=0) for dim in (2, 3))
+    padded = [F.pad(p, (0, Sk - p.shape[3], 0, Sq - p.shape[2])) for p in signed]
+    return torch.cat(padded) if padded else q.new_zeros(0, q.shape[-2], 0, 0)
+
+
+def _dense(q, k, v, bound, batch):
+    p, lse, visible = probabilities(q, k, bound, batch)
     if bound.seed is not None:
-        p = p * keep_dropout(bound, batch, q.shape[2], q.shape[1], k.shape[1]) / (1 - bound.spec.dropout_p)
+        p = p * keep_dropout(bound, batch, *p.shape[1:]) / (1 - bound.spec.dropout_p)
+    seen = visible.any(2).transpose(1, 2)[..., None]
     v = torch.where(seen, v.repeat_interleave(q.shape[2] // v.shape[2], dim=2), 0.0)
-    return torch.einsum("bhmn,bnhd->bmhd", p, v), lse
+    o = torch.einsum("bhmn,bnhd->bmhd", p, v)
+    return torch.where(_sees(visible), o, 0.0), lse
+
+
+def _sees(visible: Tensor) -> Tensor:
+    """Which query rows see a key at all, (B, Sq, H, 1)."""
+    return visible.any(3).transpose(1, 2)[..., None]
 
 
 def keep_dropout(bound: BoundSpec, batch: Tensor, H: int, Sq: int, Sk: int) -> Tensor:

@@ -122,6 +122,10 @@ class BoundSpec:
     seqused_k: Tensor | None = None
 
     @property
+    def has_tensors(self) -> bool:
+        return bool(self.spec.tensors) or any(mask.tensors for mask in self.masks)
+
+    @property
     def interval_masks(self) -> list[IntervalMask]:
         return [m for m in self.masks if isinstance(m, IntervalMask)]
 

@@ -20,144 +20,31 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tilewise import dispatch, masks, reference
 from tilewise.api import attention, attention_varlen
-from tilewise.problem import DTYPES, Problem, Signature, make_problem
+from tilewise.problem import Problem, Signature, make_problem
+from tilewise.sampling import Case, Inputs, draw
 from tilewise.spec import DIFFERENTIABLE, TENSORS, AttentionSpec, BoundSpec, MaskTerm
 
 MAX_RATIO, MAX_EPS = 2.0, 2.0
 RMS_RATIO, RMS_EPS = 1.5, 1.0
-#: Keyword arguments that are tensors with a gradient, as they appear in `Inputs.options`.
-LEAVES = ("q", "k", "v", *DIFFERENTIABLE)
 
 
-@dataclass(frozen=True, repr=False)
-class Case:
-    """One named problem: plain values only, so that its repr rebuilds it. Inputs are drawn by `make_inputs`.
+def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> Inputs:
+    """Draw the tensors of a case: the same case, dtype and seed give the same tensors on every machine.
 
     Args:
-        name: how tests show it.
-        B, Sq, Sk, H, Hkv, D, Dv: sizes; None means like q (Sk = Sq, Hkv = H, Dv = D).
-        lengths_q, lengths_k: lengths of packed sequences: the call becomes `attention_varlen`, and B, Sq, Sk are ignored.
-        used_q, used_k: seqused of each packed sequence.
-        spare: rows and keys behind the last packed sequence, which belong to none.
-        mask: recipes joined by ``&``: ("causal", align), ("window", left, right, align), ("chunk", size),
-            ("prefix", length or "B"), ("document", "S" or "BS"), ("blocks", block_m, block_n, dims, density) and
-            ("dense", dims, density). Trailing entries have defaults.
-        softcap, softmax_scale, dropout: as in `attention`.
-        alibi: dims of the slopes, "H" or "BH".
-        bias: its dims: any of B, H, Q, K or 1 for broadcast, as "BHQK", "1HQK", "11Q1", "K" or "" for a scalar tensor.
-        sinks: whether there are sinks.
-        dtypes: dtypes to run in.
-        strides: "contiguous", "transposed" (made as (B, H, S, D)), "sliced" (parts of a larger buffer), "expanded" (one
-            kv head and one sequence of memory for all) or "reversed" (head dim not the innermost in memory).
-        magnitude: factor on q and k: logits grow with its square.
-        offset: added to every element of q and k.
-        poison: NaN where no result may depend on it: keys that no row sees, rows that see no key and their do.
-        needs: the tensors that require grad; default all there are.
+        case: the problem.
+        dtype: of q, k, v and bias; slopes and sinks are float32 (float64 for float64).
+        seed: of everything random, dropout included.
+        device: where the tensors go.
     """
-
-    name: str = ""
-    B: int = 2
-    Sq: int = 33
-    Sk: int | None = None
-    H: int = 2
-    Hkv: int | None = None
-    D: int = 16
-    Dv: int | None = None
-    lengths_q: tuple[int, ...] | None = None
-    lengths_k: tuple[int, ...] | None = None
-    used_q: tuple[int, ...] | None = None
-    used_k: tuple[int, ...] | None = None
-    spare: int = 0
-    mask: tuple[tuple, ...] = ()
-    softcap: float | None = None
-    softmax_scale: float | None = None
-    alibi: str | None = None
-    bias: str | None = None
-    sinks: bool = False
-    dropout: float = 0.0
-    dtypes: tuple[torch.dtype, ...] = DTYPES
-    strides: str = "contiguous"
-    magnitude: float = 1.0
-    offset: float = 0.0
-    poison: bool = False
-    needs: tuple[str, ...] | None = None
-
-    def __repr__(self) -> str:
-        parts = [f.name + "=" + repr(getattr(self, f.name)) for f in dataclasses.fields(self) if self._differs(f)]
-        return f"Case({', '.join(parts)})"
-
-    def _differs(self, f: dataclasses.Field) -> bool:
-        return getattr(self, f.name) != f.default
-
-    def sizes(self) -> dict[str, int]:
-        """The sizes with defaults filled in; lengths are the longest ones of packed sequences."""
-        B, Sq, Sk = self.B, self.Sq, self.Sq if self.Sk is None else self.Sk
-        if self.lengths_q is not None:
-            lengths_k = self.lengths_q if self.lengths_k is None else self.lengths_k
-            B, Sq, Sk = len(self.lengths_q), max(self.lengths_q, default=0), max(lengths_k, default=0)
-        Hkv, Dv = self.H if self.Hkv is None else self.Hkv, self.D if self.Dv is None else self.Dv
-        return {"B": B, "Sq": Sq, "Sk": Sk, "H": self.H, "Hkv": Hkv, "D": self.D, "Dv": Dv}
-
-
-@dataclass(frozen=True, eq=False)
-class Inputs:
-    """One call with its tensors, and the gradients that flow into its outputs.
-
-    Args:
-        q, k, v: as in `attention`, or packed when `options` holds cu_seqlens_q.
-        options: keyword arguments of `attention` or `attention_varlen`.
-        do, dlse: gradients of o and lse; drawn from `seed` when None.
-        seed: of the dropout mask, and of do and dlse.
-        needs: names of q, k, v, bias, alibi_slopes, sinks that require grad; default all there are.
-        repro: what a failure shows as the way to run it again.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    options: dict[str, Any] = field(default_factory=dict)
-    do: Tensor | None = None
-    dlse: Tensor | None = None
-    seed: int = 0
-    needs: Sequence[str] | None = None
-    repro: str = "(inputs given as tensors)"
-
-    @property
-    def varlen(self) -> bool:
-        return "cu_seqlens_q" in self.options
-
-    def tensors(self) -> dict[str, Tensor]:
-        """q, k, v and those of bias, alibi_slopes, sinks that the call has."""
-        found = {"q": self.q, "k": self.k, "v": self.v}
-        return found | {name: self.options[name] for name in DIFFERENTIABLE if self.options.get(name) is not None}
-
-    def upstream(self) -> tuple[Tensor, Tensor]:
-        """do and dlse."""
-        acc = torch.float64 if self.q.dtype == torch.float64 else torch.float32
-        g = torch.Generator().manual_seed(self.seed + 1)
-        do, dlse = self.do, self.dlse
-        if do is None:
-            do = torch.randn(*self.q.shape[:-1], self.v.shape[-1], generator=g, dtype=acc).to(self.q)
-        if dlse is None:
-            rows = self.q.shape[:-1].numel() // self.q.shape[-2]
-            shape = (self.q.shape[1], rows) if self.varlen else (self.q.shape[0], self.q.shape[2], self.q.shape[1])
-            dlse = torch.randn(shape, generator=g, dtype=acc).to(self.q.device)
-        return do, dlse
-
-    def to(self, dtype: torch.dtype) -> Inputs:
-        """The same call with every floating-point tensor in `dtype`."""
-        cast = {name: t.to(dtype) for name, t in self.tensors().items()}
-        do, dlse = (t.to(dtype) for t in self.upstream())
-        q, k, v = (cast.pop(name) for name in ("q", "k", "v"))
-        return dataclasses.replace(self, q=q, k=k, v=v, options=self.options | cast, do=do, dlse=dlse)
+    inputs = draw(case, dtype, seed, device)
+    return _poisoned(inputs) if case.poison else inputs
 
 
 def bind(inputs: Inputs) -> BoundSpec:
@@ -188,15 +75,10 @@ def problem_of(inputs: Inputs) -> Problem:
     """The problem that dispatch sees for a call."""
     bound = bind(inputs)
     aux = [getattr(bound, name) for name in bound.spec.tensors] + [t for mask in bound.masks for t in mask.tensors]
-    lengths = [0, 0]
-    if inputs.varlen:
-        lengths = [
-            int(cu.diff().max()) if len(cu) > 1 else 0
-            for cu in (bound.cu_seqlens_q, bound.cu_seqlens_k)
-            if cu is not None
-        ]
-    signatures = (Signature.of(t) for t in (inputs.q, inputs.k, inputs.v))
-    return make_problem(*signatures, [Signature.of(t) for t in aux], bound.spec, *lengths)
+    q, k, v, *rest = (Signature.of(t) for t in (inputs.q, inputs.k, inputs.v, *aux))
+    cu_seqlens = (bound.cu_seqlens_q, bound.cu_seqlens_k)
+    max_q, max_k = (0 if cu is None else max(cu.diff().tolist(), default=0) for cu in cu_seqlens)
+    return make_problem(q, k, v, rest, bound.spec, max_q, max_k)
 
 
 def why_not(inputs: Inputs, backend: str) -> Sequence[str]:
@@ -204,51 +86,138 @@ def why_not(inputs: Inputs, backend: str) -> Sequence[str]:
     return dispatch.capabilities(backend).why_not(problem_of(inputs))
 
 
-# ---- inputs ----
+def run(inputs: Inputs, backend: str | None = None) -> dict[str, Tensor]:
+    """Outputs and gradients of a call: o, lse, max_logit, dq, dk, dv, and dbias, dalibi_slopes, dsinks if it has them."""
+    named, leaves = _leaves(inputs)
+    q, k, v = (named.pop(name) for name in ("q", "k", "v"))
+    options = inputs.options | named | {"return_lse": True, "return_max_logit": True, "backend": backend}
+    options["generator"] = torch.Generator().manual_seed(inputs.seed)
+    o, lse, max_logit = (attention_varlen if inputs.varlen else attention)(q, k, v, **options)
+    return {"o": o, "lse": lse, "max_logit": max_logit} | _gradients(inputs, o, lse, leaves)
 
 
-def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> Inputs:
-    """Draw the tensors of a case. The same case, dtype and seed give the same tensors on every machine.
+def _dense(inputs: Inputs) -> dict[str, Tensor]:
+    """The same from the dense reference, in the dtype of the inputs."""
+    named, leaves = _leaves(inputs)
+    bound = dataclasses.replace(bind(inputs), **{name: t for name, t in named.items() if name in DIFFERENTIABLE})
+    o, lse = reference.attention(named["q"], named["k"], named["v"], bound)
+    with torch.no_grad():
+        max_logit = reference.max_logit(named["q"], named["k"], bound)
+    return {"o": o, "lse": lse, "max_logit": max_logit} | _gradients(inputs, o, lse, leaves)
+
+
+def _leaves(inputs: Inputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    named = {name: t.detach() for name, t in inputs.tensors().items()}
+    needs = named if inputs.needs is None else inputs.needs
+    named |= {name: named[name].requires_grad_() for name in needs if name in named}
+    return named, {name: t for name, t in named.items() if t.requires_grad}
+
+
+def _gradients(inputs: Inputs, o: Tensor, lse: Tensor, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+    if not leaves:
+        return {}
+    do, dlse = inputs.upstream()
+    found = torch.autograd.grad((o, lse), list(leaves.values()), (do.to(o), dlse.to(lse)), allow_unused=True)
+    zeros = (torch.zeros_like(t) if g is None else g for g, t in zip(found, leaves.values(), strict=True))
+    return {f"d{name}": g for name, g in zip(leaves, zeros, strict=True)}
+
+
+def assert_matches_reference(
+    what: Case | Inputs, dtype: torch.dtype | None = None, *, seed: int = 0, backend: str | None = None
+) -> None:
+    """Assert that a backend's outputs and every gradient obey the rule of this module.
 
     Args:
-        case: the problem.
-        dtype: of q, k, v and bias; slopes and sinks are float32 (float64 for float64).
-        seed: of everything random, dropout included.
-        device: where the tensors go.
+        what: a case, or a call with its own tensors.
+        dtype: for a case; default each of its dtypes.
+        seed: for a case.
+        backend: by name; default the one that dispatch chooses.
+
+    Raises:
+        AssertionError: with the tensor, its worst coordinates, both errors and a line that runs the comparison again.
+
+    Example:
+        >>> import torch
+        >>> from tilewise.testing import Inputs, assert_matches_reference
+        >>> q = k = v = torch.randn(1, 20, 2, 8)
+        >>> assert_matches_reference(Inputs(q, k, v, {"causal": True, "window_size": (4, 0)}))
     """
-    g = torch.Generator().manual_seed(seed)
-    n = case.sizes()
-    acc = torch.float64 if dtype == torch.float64 else torch.float32
-    draw = _Draw(g, n)
-    options: dict[str, Any] = {}
-    if case.lengths_q is None:
-        shapes = [(n["B"], n["Sq"], n["H"], n["D"])] + [(n["B"], n["Sk"], n["Hkv"], d) for d in (n["D"], n["Dv"])]
+    if isinstance(what, Case):
+        for one in what.dtypes if dtype is None else (dtype,):
+            assert_matches_reference(make_inputs(what, one, seed), backend=backend)
+        return
+    found, exact = run(what, backend), _dense(what.to(torch.float64))
+    shrink = 1.0
+    if what.q.dtype == torch.float64:
+        single = what.to(torch.float32)
+        dense, base = _dense(single), _dense(single.to(torch.float64))
+        shrink = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
     else:
-        lengths_k = case.lengths_q if case.lengths_k is None else case.lengths_k
-        total_q, total_k = sum(case.lengths_q) + case.spare, sum(lengths_k) + case.spare
-        shapes = [(total_q, n["H"], n["D"])] + [(total_k, n["Hkv"], d) for d in (n["D"], n["Dv"])]
-        options |= {"cu_seqlens_q": _cumulative(case.lengths_q), "cu_seqlens_k": _cumulative(lengths_k)}
-        for name, used in (("seqused_q", case.used_q), ("seqused_k", case.used_k)):
-            if used is not None:
-                options[name] = torch.tensor(used, dtype=torch.int32)
-    q, k, v = (_strided(draw.normal(s), case.strides) for s in shapes)
-    q, k = (t * case.magnitude + case.offset for t in (q, k)) if case.magnitude != 1 or case.offset else (q, k)
-    if case.mask:
-        options["mask"] = draw.mask(case.mask[0])
-        for recipe in case.mask[1:]:
-            options["mask"] = options["mask"] & draw.mask(recipe)
-    if case.bias is not None:
-        options["bias"] = draw.normal(draw.shape(case.bias)).to(dtype)
-    if case.alibi is not None:
-        options["alibi_slopes"] = draw.normal(draw.shape(case.alibi)).abs().mul(0.2).to(acc)
-    if case.sinks:
-        options["sinks"] = draw.normal((n["H"],)).to(acc)
-    plain = {"softcap": case.softcap, "softmax_scale": case.softmax_scale, "dropout_p": case.dropout or None}
-    options |= {name: value for name, value in plain.items() if value is not None}
-    q, k, v = (_like_strides(t.to(dtype), t) for t in (q, k, v))
-    repro = (
-        'python -c "import torch; from tilewise.testing import Case, assert_matches_reference; '
-        f"assert_matches_reference({case!r}, {dtype}, seed={seed}"
-    )
-    inputs = Inputs(q, k, v, options, seed=seed, needs=case.needs, repro=repro.replace('"mine"', "'mine'"))
-    return _poisoned(inputs) if case.poison else inputs
+        dense, base = _dense(what.to(what.q.dtype)), exact
+    complaints = []
+    for name, got in found.items():
+        eps = torch.finfo(got.dtype if name in ("o", "lse", "max_logit") else what.q.dtype).eps
+        errors = (dense[name].double() - base[name]) * shrink
+        complaint = _compare(got.detach().double(), exact[name].detach(), errors.detach(), eps)
+        if complaint:
+            complaints.append(f"{name} {tuple(got.shape)}: {complaint}")
+    complaints += _leaks(found, exact)
+    if complaints:
+        end = f", backend={backend!r})" if what.repro.startswith("assert") else ""
+        head = "import torch; from tilewise.testing import Case, assert_matches_reference; " if end else ""
+        raise AssertionError("\n".join([*complaints, f"repro: {head}{what.repro}{end}"]))
+
+
+def _compare(got: Tensor, exact: Tensor, dense_error: Tensor, eps: float) -> str | None:
+    """What is wrong with one tensor, in words, or None."""
+    if got.shape != exact.shape:
+        return f"has the wrong shape, expected {tuple(exact.shape)}"
+    finite = exact.isfinite()
+    wrong = torch.where(finite, ~got.isfinite(), got != exact)
+    if bool(wrong.any()):
+        at = tuple(wrong.nonzero()[0].tolist())
+        return f"at {at} (of {int(wrong.sum())} such) got {got[at].item()}, expected {exact[at].item()}"
+    if not bool(finite.any()):
+        return None
+    error = torch.where(finite, got - exact, 0.0)
+    dense_error = torch.where(finite & dense_error.isfinite(), dense_error, 0.0)
+    size = torch.where(finite, exact, 0.0)
+    for kind, norm, ratio, floor in (("max", _max, MAX_RATIO, MAX_EPS), ("rms", _rms, RMS_RATIO, RMS_EPS)):
+        limit = ratio * norm(dense_error) + floor * eps * norm(size)
+        if norm(error) > limit:
+            at = tuple(int(i) for i in torch.unravel_index(error.abs().argmax(), error.shape))
+            return (
+                f"{kind} error {norm(error):.3g} > {limit:.3g} (dense error {norm(dense_error):.3g}, {kind} of reference "
+                f"{norm(size):.3g}); worst at {at}: got {got[at].item():.9g}, expected {exact[at].item():.9g}"
+            )
+    return None
+
+
+def _max(t: Tensor) -> float:
+    return float(t.abs().max())
+
+
+def _rms(t: Tensor) -> float:
+    return math.sqrt(float(t.square().mean()))
+
+
+def _leaks(found: dict[str, Tensor], exact: dict[str, Tensor]) -> list[str]:
+    """Rows that see no key, and keys that no row sees, whose results are not exactly 0."""
+    blind = exact["lse"].detach() == -torch.inf
+    blind = (blind.T if blind.dim() == 2 else blind.transpose(1, 2))[..., None]
+    named = [(name, blind) for name in ("o", "dq") if name in found]
+    if "dk" in found and "dv" in found:
+        unseen = ((exact["dk"] == 0).all(-1) & (exact["dv"] == 0).all(-1))[..., None]
+        named += [("dk", unseen), ("dv", unseen)]
+    return [f"{name} is not 0 where nothing is seen" for name, none in named if bool((found[name] * none != 0).any())]
+
+
+def _poisoned(inputs: Inputs) -> Inputs:
+    """NaN wherever the float64 reference says that nothing depends on it."""
+    run = _dense(inputs.to(torch.float64))
+    unseen_k = (run["dk"] == 0).all(-1) & (run["dv"] == 0).all(-1)
+    blind_q = (run["lse"] == -torch.inf).T if inputs.varlen else (run["lse"] == -torch.inf).transpose(1, 2)
+    do, dlse = inputs.upstream()
+    q, do = (t.masked_fill(blind_q[..., None], torch.nan) for t in (inputs.q, do))
+    k, v = (t.masked_fill(unseen_k[..., None], torch.nan) for t in (inputs.k, inputs.v))
+    return dataclasses.replace(inputs, q=q, k=k, v=v, do=do, dlse=dlse)

@@ -15,10 +15,18 @@ from tilewise.spec import BoundSpec
 
 def lower(q: Tensor, k: Tensor, bound: BoundSpec, max_q: int, max_k: int) -> Plan:
     """The plan of one call. `q` and `k` give shapes and dtype only."""
-    seqs = sequences(bound, q.shape, k.shape, max_q, max_k)
-    bounds = row_bounds(bound, seqs, q.shape[0])
-    acc = torch.float64 if q.dtype == torch.float64 else torch.float32
-    B, H = seqs.batch, q.shape[-2]
+    # A bound spec without tensors is the same object in every call of a training loop (`spec.bind`): so is its plan.
+    make = _lower if bound.has_tensors else _lower_bare
+    return make(bound, q.shape, k.shape, q.dtype, max_q, max_k)
+
+
+def _lower(
+    bound: BoundSpec, q_shape: torch.Size, k_shape: torch.Size, dtype: torch.dtype, max_q: int, max_k: int
+) -> Plan:
+    seqs = sequences(bound, q_shape, k_shape, max_q, max_k)
+    bounds = row_bounds(bound, seqs, q_shape[0])
+    acc = torch.float64 if dtype == torch.float64 else torch.float32
+    B, H = seqs.batch, q_shape[-2]
     full = (B, H, seqs.max_q, seqs.max_k)
     masks = bound.tile_masks
     keep = element_mask(masks)
@@ -39,6 +47,9 @@ def lower(q: Tensor, k: Tensor, bound: BoundSpec, max_q: int, max_k: int) -> Pla
         dropout_p=bound.spec.dropout_p,
         seed=0 if bound.seed is None else int(bound.seed),
     )
+
+
+_lower_bare = lru_cache(maxsize=64)(_lower)
 
 
 def _sequence_table(seqs: Sequences) -> Tensor:

@@ -1,0 +1,291 @@
+"""The backward pass: a job owns a chunk of keys of one kv head, so its gradients need no atomics and no fixed order."""
+
+import functools
+import math
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+from tilewise.backends.base import Grads, Needs
+
+from .blocks import K_START, Q_LEN, bind_scratch, block_rows, sequence, set_block, tile_entries, tile_entry
+from .configs import BwdConfig
+from .gradients import backward_tile, set_gradient_lane
+from .host import host_lanes
+from .launch import FORMATS, accumulation_dtype, compile_kernel, lane_sizes, last_dim_dense, launch, matrix_fields
+from .launch import round_up, scratch_layout, shared_fields, tensor_fields, thread_count
+from .memory import get_i64, get_real, put_real, record_at, take_ticket
+from .panels import fill_vectors, pack_query_panel, pack_tile, panel_width, scale_vectors, scatter_panel, unpack_tile
+from .plan import Plan
+from .simd import Lanes, element_bytes
+from .structs import BACKWARD_ARGS
+
+BALANCED = 0.85  # share of the threads' time that is work, at least, when the keys are cut into chunks
+MOST_CHUNKS = 16
+
+
+@njit
+def pack_block(lanes, a, s, panels):
+    """Q and dO of the block, as query panels for the scores and as rows for dK and dV."""
+    columns, size = panel_width(lanes), element_bytes(lanes)
+    rows = panels * columns
+    for p in range(panels):
+        lane = p * columns
+        query, gradient = s.q_t + lane * a.dim_padded * size, s.do_t + lane * a.value_dim_padded * size
+        pack_query_panel(lanes, query, s.lane_q + lane * 8, a.code, a.dim, a.dim_padded, a.query_scale)
+        pack_query_panel(lanes, gradient, s.lane_do + lane * 8, a.code, a.value_dim, a.value_dim_padded, 1.0)
+    pack_tile(lanes, s.q, a.block_m, s.lane_q, rows, rows, a.code, a.dim, a.dim_padded)
+    pack_tile(lanes, s.do, a.block_m, s.lane_do, rows, rows, a.code, a.value_dim, a.value_dim_padded)
+
+
+@njit
+def finish_block(lanes, a, s, b, chunk, first_head, first, count, panels):
+    """Store dq; add the block's share of the slopes' gradients."""
+    columns, size = panel_width(lanes), element_bytes(lanes)
+    for p in range(panels if a.dq != 0 else 0):
+        dq = s.dq_t + p * columns * a.dim_padded * size
+        scale_vectors(lanes, dq, a.dim * columns, a.softmax_scale)
+        scatter_panel(lanes, dq, s.lane_dq + p * columns * 8, a.dq_code, a.dim)
+    if a.dslopes != 0:
+        row = a.dslopes + chunk * a.dslopes_chunk + b * a.heads_kv * a.group * size
+        for head in range(first_head, first_head + a.pack):
+            share = 0.0
+            for t in range(count):
+                if get_i64(s.lane_head, t) == head:
+                    share += get_real(lanes, s.lane_dslope, t)
+            put_real(lanes, row, head, get_real(lanes, row, head) - share)
+
+
+@njit
+def backward_block(lanes, a, s, b, first_head, i, chunk, chunk_start, chunk_end):
+    """Block i of the query rows of `pack` heads against the chunk's keys."""
+    columns = panel_width(lanes)
+    first, count = block_rows(a, i, sequence(a, b, Q_LEN) * a.pack)
+    if count <= 0:
+        return
+    panels, low, high = set_block(lanes, a, s, b, first_head, first, count)
+    rows = panels * columns
+    for t in range(rows):
+        packed = first + min(t, count - 1)
+        set_gradient_lane(lanes, a, s, b, chunk, t, packed // a.pack, first_head + packed % a.pack, t < count)
+    fill_vectors(lanes, s.lane_dslope, rows, 0.0)
+    fill_vectors(lanes, s.dq_t, rows * a.dim_padded, 0.0)
+    low, high = max(low, chunk_start), min(high, chunk_end)
+    if low < high:
+        pack_block(lanes, a, s, panels)
+        entry, last_entry = tile_entries(a, b, first_head, i)
+        for e in range(entry, last_entry):
+            start, end, whole = tile_entry(lanes, a, e, low, high)
+            use_keep = a.keep != 0 and not whole
+            for n0 in range(start, end, a.block_n):
+                n1 = min(n0 + a.block_n, end)
+                backward_tile(lanes, a, s, b, first_head // a.group, n0, n1, chunk_start, panels, use_keep)
+    finish_block(lanes, a, s, b, chunk, first_head, first, count, panels)
+
+
+@njit
+def backward_chunk(lanes, a, s, b, head_kv, chunk):
+    """All query rows of one kv head against one chunk of its keys; dk and dv are rounded once, at the end."""
+    bounds = a.chunk_bounds + (b * (a.chunks + 1) + chunk) * 8
+    start, end = get_i64(bounds, 0), get_i64(bounds, 1)
+    if a.dk != 0:
+        fill_vectors(lanes, s.dk, a.chunk_rows * a.dim_padded, 0.0)
+    if a.dv != 0:
+        fill_vectors(lanes, s.dv, a.chunk_rows * a.value_dim_padded, 0.0)
+    for first_head in range(head_kv * a.group, (head_kv + 1) * a.group, a.pack):
+        for i in range(a.blocks):
+            backward_block(lanes, a, s, b, first_head, i, chunk, start, end)
+    token = sequence(a, b, K_START) + start
+    if a.dk != 0:
+        dk = a.dk + b * a.dk_b + token * a.dk_s + head_kv * a.dk_h
+        unpack_tile(lanes, s.dk, a.chunk_rows, end - start, dk, a.dk_s, a.code, a.dim, a.softmax_scale)
+    if a.dv != 0:
+        dv = a.dv + b * a.dv_b + token * a.dv_s + head_kv * a.dv_h
+        unpack_tile(lanes, s.dv, a.chunk_rows, end - start, dv, a.dv_s, a.code, a.value_dim, 1.0)
+
+
+@functools.cache
+def backward_kernel(lanes: Lanes):
+    """The compiled backward pass for one accumulation type and vector width."""
+
+    def kernel(address):
+        """p = exp(s - lse), ds = p (dp - delta), dq = scale ds k, dk = scale ds^T q, dv = p^T do.
+
+        A job is a chunk of keys of a group: the (sequence, kv head) pairs whose bias gradient is one and the same.
+        """
+        a = record_at(address, BACKWARD_ARGS)
+        s = bind_scratch(a, take_ticket(a.tickets + 8))
+        job = take_ticket(a.tickets)
+        while job < a.jobs:
+            group, chunk = job // a.chunks, job % a.chunks
+            for member in range(a.member_batches * a.member_heads):
+                b = group // a.groups_h * a.member_batches + member // a.member_heads
+                head_kv = group % a.groups_h * a.member_heads + member % a.member_heads
+                backward_chunk(lanes, a, s, b, head_kv, chunk)
+            job = take_ticket(a.tickets)
+
+    return compile_kernel(kernel)
+
+
+@functools.lru_cache(256)
+def backward_layout(lanes: Lanes, block_m: int, block_n: int, dim: int, value_dim: int, chunk_rows: int):
+    """Scratch of one backward thread."""
+    real, panel = lanes.bits // 8, block_n * lanes.panel * (lanes.bits // 8)
+    panels = block_m // lanes.panel
+    return scratch_layout(
+        lane_sizes(lanes, block_m)
+        | dict.fromkeys(("k_rows", "v_rows", "k_bad"), 8 * block_n)
+        | dict.fromkeys(("score", "grad"), panels * panel)
+        | dict.fromkeys(("extra", "slope"), panel)
+        | dict.fromkeys(("q_t", "q", "dq_t"), block_m * dim * real)
+        | dict.fromkeys(("do_t", "do"), block_m * value_dim * real)
+        | {"k": block_n * dim * real, "v": block_n * value_dim * real, "trash": max(dim, value_dim) * 8}
+        | {"dk": chunk_rows * dim * real, "dv": chunk_rows * value_dim * real}
+    )
+
+
+def chunk_count(groups: int, threads: int, max_k: int, block_n: int) -> int:
+    """The fewest chunks per group that keep the threads busy: each chunk costs a partial dq."""
+    most = min(MOST_CHUNKS * -(-threads // groups), max(max_k // block_n, 1))
+    for chunks in range(1, most + 1):
+        jobs = groups * chunks
+        if jobs >= BALANCED * round_up(jobs, threads):
+            return chunks
+    return most
+
+
+def chunk_bounds(plan: Plan, chunks: int, key_rows: np.ndarray) -> np.ndarray:
+    """(B, chunks + 1) keys: each sequence's key rows cut so that every chunk is seen by equally many rows."""
+    bounds = np.zeros((len(key_rows), chunks + 1), np.int64)
+    bounds[:, -1] = key_rows
+    if chunks == 1:
+        return bounds
+    lo, hi, seq = plan.lo.numpy(), plan.hi.numpy(), plan.seq.numpy()
+    for b, keys in enumerate(key_rows):
+        rows = slice(b * plan.bounds_stride + seq[b, 0], b * plan.bounds_stride + seq[b, 0] + seq[b, 1])
+        starts, ends = (np.bincount(x[rows], minlength=keys + 1)[: keys + 1] for x in (lo, np.maximum(lo, hi)))
+        work = np.cumsum(np.cumsum(starts - ends))
+        shares = work[-1] * np.arange(1, chunks) / chunks
+        bounds[b, 1:-1] = np.minimum(np.searchsorted(work, shares) + 1, keys)
+    return bounds
+
+
+def broadcast_size(bias: Tensor) -> list[int]:
+    """The bias's shape with 1 for every dim along which it is broadcast."""
+    return [1 if stride == 0 else size for size, stride in zip(bias.shape, bias.stride(), strict=True)]
+
+
+def group_fields(batch: int, heads_kv: int, dbias: Tensor | None) -> dict[str, int]:
+    """How (sequence, kv head) pairs form groups: pairs that add to the same bias gradient belong together."""
+    sizes = (batch, heads_kv) if dbias is None else dbias.shape[1:3]
+    member_batches, member_heads = batch if sizes[0] == 1 else 1, heads_kv if sizes[1] == 1 else 1
+    return {"member_batches": member_batches, "member_heads": member_heads, "groups_h": heads_kv // member_heads}
+
+
+def gradient_fields(buffers: Grads) -> dict[str, int]:
+    """Addresses and strides of the gradients' buffers; dq, dbias and dslopes come as (chunks, ...)."""
+    fields = {}
+    if buffers.dq is not None:
+        size = buffers.dq.element_size()
+        fields |= tensor_fields("dq", buffers.dq[0])
+        fields |= {"dq_chunk": buffers.dq.stride(0) * size, "dq_code": FORMATS[buffers.dq.dtype]}
+    for name in ("dk", "dv"):
+        if (buffer := getattr(buffers, name)) is not None:
+            fields |= tensor_fields(name, buffer)
+    if buffers.dslopes is not None:
+        size = buffers.dslopes.element_size()
+        fields |= {"dslopes": buffers.dslopes.data_ptr(), "dslopes_chunk": buffers.dslopes.stride(0) * size}
+    return fields
+
+
+def allocate(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, plan: Plan, needs: Needs, chunks: int) -> Grads:
+    """Buffers for the kernel to fill. Rows of a packed tensor that belong to no sequence keep their zeros."""
+    new = torch.zeros_like if q.dim() == 3 else torch.empty_like
+    real, contiguous = lse.dtype, torch.contiguous_format
+    heads, batch, bias = q.shape[-2], plan.seq.shape[0], plan.bias
+    dq_dtype = q.dtype if chunks == 1 else real
+    dbias = None
+    if needs.dbias:
+        partials = chunks if bias.stride(3) == 0 else 1  # chunks own their keys, unless the bias has none
+        dbias = lse.new_zeros((partials, *broadcast_size(bias)))
+    return Grads(
+        dq=new(q.unsqueeze(0).expand(chunks, *q.shape), dtype=dq_dtype, memory_format=contiguous) if needs.dq else None,
+        dk=new(k, memory_format=contiguous) if needs.dk else None,
+        dv=new(v, memory_format=contiguous) if needs.dv else None,
+        dbias=dbias,
+        dslopes=lse.new_zeros((chunks, batch, heads)) if needs.dslopes else None,
+        dsinks=torch.zeros_like(lse) if needs.dsinks else None,
+    )
+
+
+def sink_gradient(plan: Plan, lse: Tensor, delta: Tensor) -> Tensor:
+    """dsinks[h] = -sum over rows of exp(sink - lse) delta."""
+    sinks = plan.sinks.view(-1, 1)
+    shares = torch.where(lse == -math.inf, 0.0, torch.exp(sinks - lse) * delta)
+    return -(shares.sum(-1) if shares.dim() == 2 else shares.sum((0, 2)))
+
+
+def backward(
+    do: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    plan: Plan,
+    needs: Needs,
+    lanes: Lanes | None = None,
+) -> Grads:
+    """Run the backward kernel.
+
+    Args:
+        do, dlse: gradients of o and lse; None means zero.
+        q, k, v, plan: as in `forward`; o, lse: what it returned.
+        needs: which gradients to return.
+
+    Returns:
+        The gradients; dbias has size 1 along dims where the bias has stride 0, dslopes is (B, H).
+    """
+    do = torch.zeros_like(o) if do is None else do
+    do, q, k, v, o = map(last_dim_dense, (do, q, k, v, o))
+    lse = lse.contiguous()
+    dlse = None if dlse is None else dlse.to(lse.dtype).contiguous()
+    lanes = lanes or host_lanes(torch.finfo(lse.dtype).bits)
+    batch, heads, heads_kv, config = plan.seq.shape[0], q.shape[-2], k.shape[-2], BwdConfig()
+    block_m = max(config.block_m // lanes.panel, 1) * lanes.panel
+    threads = thread_count(10.0 * batch * heads * plan.max_q * plan.max_k * q.shape[-1])
+
+    groups = group_fields(batch, heads_kv, plan.bias if needs.dbias else None)
+    jobs = batch * heads_kv // (groups["member_batches"] * groups["member_heads"])
+    chunks = chunk_count(jobs, threads, plan.max_k, config.block_n)
+    key_rows = plan.seq[:, 3].numpy() if q.dim() == 3 else np.full(batch, k.shape[1])
+    bounds = chunk_bounds(plan, chunks, key_rows)
+    chunk_rows = int(np.diff(bounds).max(initial=0)) + 12  # the micro-kernels' last keys may lie beyond the end
+    buffers = allocate(q, k, v, lse, plan, needs, chunks)
+
+    fields = shared_fields(q, k, v, o, lse, plan, lanes, block_m, config.block_n)
+    fields |= tensor_fields("do", do) | gradient_fields(buffers) | groups
+    fields |= {"chunks": chunks, "chunk_bounds": bounds.ctypes.data, "chunk_rows": chunk_rows, "jobs": jobs * chunks}
+    if dlse is not None:
+        fields["dlse"] = dlse.data_ptr()
+    if needs.dsinks:
+        fields["delta"] = buffers.dsinks.data_ptr()
+    if needs.dbias:
+        fields |= matrix_fields("dbias", buffers.dbias[0].expand(plan.bias.shape))
+        fields["dbias_chunk"] = buffers.dbias.stride(0) * buffers.dbias.element_size() if len(buffers.dbias) > 1 else 0
+    sizes = (fields[name] for name in ("dim_padded", "value_dim_padded"))
+    layout = backward_layout(lanes, fields["block_m"], config.block_n, *sizes, chunk_rows)
+    launch(backward_kernel(lanes), BACKWARD_ARGS, fields, layout, threads)
+
+    dq, dk, dv, dbias, dslopes, delta = buffers
+    return Grads(
+        dq=None if dq is None else (dq[0] if chunks == 1 else dq.sum(0).to(q.dtype)),
+        dk=dk,
+        dv=dv,
+        dbias=None if dbias is None else dbias.sum(0),
+        dslopes=None if dslopes is None else dslopes.sum(0),
+        dsinks=None if delta is None else sink_gradient(plan, lse, delta),
+    )

@@ -1,0 +1,229 @@
+"""The forward pass: a job is a block of query rows of one kv head; it walks the key tiles with an online softmax."""
+
+import functools
+import math
+
+import torch
+from numba import njit
+from torch import Tensor
+
+from .blocks import K_START, LN2, LOG2E, Q_LEN, bind_scratch, block_rows, panel_keys, sequence, set_block, tile_entries
+from .blocks import tile_entry
+from .configs import FwdConfig
+from .gemm import SCORE_ROWS, mix_rescale_tile
+from .host import host_lanes
+from .launch import accumulation_dtype, compile_kernel, lane_sizes, last_dim_dense, launch, scratch_layout
+from .launch import shared_fields, thread_count
+from .memory import atomic_max, get_i64, get_real, load, load_scalar, format_bytes, put_real, record_at, store, take_ticket
+from .panels import copy_vectors, fill_vectors, list_rows, pack_query_panel, pack_tile, panel_width
+from .panels import scale_panel, scatter_panel, set_bad_rows_aside
+from .plan import Plan
+from .scores import drop, lane_sees, score_panel
+from .simd import Lanes, element_bytes, exp2, select, splat, vector_width
+from .structs import FORWARD_ARGS
+
+
+@njit
+def softmax_panel(lanes, panel, k0, k1, maxima, sums, alphas):
+    """p = 2^(s - max), in place, with the running maximum and sum of each lane; alpha = 2^(old max - max)."""
+    columns, size, width = panel_width(lanes), element_bytes(lanes), vector_width(lanes)
+    zero, empty = splat(lanes, 0.0), splat(lanes, -math.inf)
+    for strip in range(0, columns, width):
+        at = strip * size
+        old = load(lanes, maxima + at)
+        top = old
+        for n in range(k0, k1):
+            s = load(lanes, panel + n * columns * size + at)
+            top = select(s > top, s, top)  # NaN does not win here; it reaches the sum through p
+        shift = select(top == empty, zero, top)
+        alpha = exp2(old - shift)
+        total = load(lanes, sums + at) * alpha
+        for n in range(k0, k1):
+            p = exp2(load(lanes, panel + n * columns * size + at) - shift)
+            store(lanes, panel + n * columns * size + at, p)
+            total = total + p
+        store(lanes, maxima + at, top)
+        store(lanes, sums + at, total)
+        store(lanes, alphas + at, alpha)
+
+
+@njit
+def mix_panel(lanes, a, s, panel, out, alphas, k0, k1):
+    """O^T = alpha O^T + V^T P^T over the keys [k0, k1) of the tile."""
+    columns, size, width = panel_width(lanes), element_bytes(lanes), 2 * vector_width(lanes)
+    weights = panel + k0 * columns * size
+    for c in range(0, a.value_dim, SCORE_ROWS):
+        values = s.v + ((c // width * a.block_n + k0) * width + c % width) * size
+        mix_rescale_tile(
+            lanes, out + c * columns * size, values, 4 * width * size, weights, (k1 - k0) // 4, alphas
+        )
+
+
+@njit
+def add_bad_values(lanes, a, s, panel, seen, out, bad, k0, k1):
+    """O^T[lane] += p V of the keys whose values hold an Inf or NaN, for the lanes that see them and for no others."""
+    columns = panel_width(lanes)
+    for i in range(bad):
+        n = get_i64(s.v_bad, i)
+        if n < k0 or n >= k1:
+            continue
+        for lane in range(columns):
+            if lane_sees(lanes, seen, n, lane):
+                p = get_real(lanes, panel, n * columns + lane)
+                for c in range(a.value_dim):
+                    value = load_scalar(lanes, get_i64(s.v_rows, n) + c * format_bytes(a.code), a.code)
+                    put_real(lanes, out, c * columns + lane, get_real(lanes, out, c * columns + lane) + p * value)
+
+
+@njit
+def forward_tile(lanes, a, s, b, head_kv, n0, n1, panels, use_keep):
+    """One key tile [n0, n1) against all panels of the block."""
+    columns, size, n = panel_width(lanes), element_bytes(lanes), n1 - n0
+    token = sequence(a, b, K_START) + n0
+    padded = (n + 3) // 4 * 4
+    list_rows(s.k_rows, a.k + b * a.k_b + token * a.k_s + head_kv * a.k_h, a.k_s, n)
+    list_rows(s.v_rows, a.v + b * a.v_b + token * a.v_s + head_kv * a.v_h, a.v_s, n)
+    pack_tile(lanes, s.k, a.block_n, s.k_rows, n, padded, a.code, a.dim, a.dim_padded)
+    bad = 0
+    if pack_tile(lanes, s.v, a.block_n, s.v_rows, n, padded, a.code, a.value_dim, a.value_dim_padded):
+        bad = set_bad_rows_aside(lanes, s.v, a.block_n, n, a.value_dim_padded, s.v_bad)
+    for p in range(panels):
+        k0, k1, masked = panel_keys(s, p, n0, n1)
+        if k0 >= k1:
+            continue
+        score_panel(lanes, a, s, p, s.score, 0, n0, n1, k0, k1, masked, use_keep)
+        if bad > 0:
+            copy_vectors(lanes, s.extra, s.score, k1 * columns)
+        at = p * columns * size
+        softmax_panel(lanes, s.score, k0, k1, s.lane_max + at, s.lane_sum + at, s.lane_alpha + at)
+        drop(lanes, a, s, p, s.score, n0, k0, k1)
+        out = s.o_t + at * a.value_dim_padded
+        mix_panel(lanes, a, s, s.score, out, s.lane_alpha + at, k0, k1)
+        if bad > 0:
+            add_bad_values(lanes, a, s, s.score, s.extra, out, bad, k0, k1)
+
+
+@njit
+def finish_row(lanes, a, s, t):
+    """lse and the factor that normalises the row's output, the sink taken into the sum."""
+    top, total = float(get_real(lanes, s.lane_max, t)), float(get_real(lanes, s.lane_sum, t))
+    head = get_i64(s.lane_head, t)
+    if top * LN2 > get_real(lanes, a.max_logit, head):
+        atomic_max(lanes, a.max_logit, head, top * LN2)
+    factor = 1.0
+    if a.sinks != 0:
+        sink = get_real(lanes, a.sinks, head) * LOG2E
+        highest = max(top, sink)
+        if highest != -math.inf:
+            factor = math.exp((top - highest) * LN2)
+            total = total * factor + math.exp((sink - highest) * LN2)
+            top = highest
+    put_real(lanes, s.lane_alpha, t, 0.0 if total == 0.0 else factor / total)
+    lse = -math.inf if total == 0.0 else top * LN2 + math.log(total)
+    put_real(lanes, a.lse, get_i64(s.lane_index, t), lse)
+
+
+@njit
+def forward_block(lanes, a, s, job):
+    """One block of query rows: pack, walk the key tiles, normalise, store."""
+    columns, size = panel_width(lanes), element_bytes(lanes)
+    packs = a.group // a.pack
+    i = a.blocks - 1 - job % a.blocks  # under a causal mask the last blocks are the longest: they go first
+    first_head = job // a.blocks % (a.heads_kv * packs) * a.pack
+    b = job // a.blocks // (a.heads_kv * packs)
+    first, count = block_rows(a, i, sequence(a, b, Q_LEN) * a.pack)
+    if count <= 0:
+        return
+    panels, low, high = set_block(lanes, a, s, b, first_head, first, count)
+    rows = panels * columns
+    for p in range(panels):
+        query = s.q_t + p * columns * a.dim_padded * size
+        addresses = s.lane_q + p * columns * 8
+        pack_query_panel(lanes, query, addresses, a.code, a.dim, a.dim_padded, a.query_scale)
+    fill_vectors(lanes, s.lane_max, rows, -math.inf)
+    fill_vectors(lanes, s.lane_sum, rows, 0.0)
+    fill_vectors(lanes, s.o_t, rows * a.value_dim_padded, 0.0)
+    entry, last_entry = tile_entries(a, b, first_head, i)
+    for e in range(entry, last_entry):
+        start, end, whole = tile_entry(lanes, a, e, low, high)
+        for n0 in range(start, end, a.block_n):
+            use_keep = a.keep != 0 and not whole
+            forward_tile(lanes, a, s, b, first_head // a.group, n0, min(n0 + a.block_n, end), panels, use_keep)
+    for t in range(count):
+        finish_row(lanes, a, s, t)
+    for p in range(panels):
+        out = s.o_t + p * columns * a.value_dim_padded * size
+        scale_panel(lanes, out, a.value_dim, s.lane_alpha + p * columns * size)
+        scatter_panel(lanes, out, s.lane_o + p * columns * 8, a.code, a.value_dim)
+
+
+@functools.cache
+def forward_kernel(lanes: Lanes):
+    """The compiled forward pass for one accumulation type and vector width."""
+
+    def kernel(address):
+        """o = softmax(scores(q k^T)) v, lse = log sum exp(scores), max_logit = max(scores)."""
+        a = record_at(address, FORWARD_ARGS)
+        s = bind_scratch(a, take_ticket(a.tickets + 8))
+        job = take_ticket(a.tickets)
+        while job < a.jobs:
+            forward_block(lanes, a, s, job)
+            job = take_ticket(a.tickets)
+
+    return compile_kernel(kernel)
+
+
+@functools.lru_cache(256)
+def forward_layout(lanes: Lanes, block_m: int, block_n: int, dim: int, value_dim: int):
+    """Scratch of one forward thread."""
+    real, panel = lanes.bits // 8, block_n * lanes.panel * (lanes.bits // 8)
+    return scratch_layout(
+        lane_sizes(lanes, block_m)
+        | dict.fromkeys(("k_rows", "v_rows", "k_bad", "v_bad"), 8 * block_n)
+        | {"k": block_n * dim * real, "v": block_n * value_dim * real, "score": panel, "extra": panel}
+        | {"q_t": block_m * dim * real, "o_t": block_m * value_dim * real, "trash": max(dim, value_dim) * real}
+    )
+
+
+def forward_config(jobs_of_a_row: int, rows: int, threads: int, lanes: Lanes) -> FwdConfig:
+    """The measured default, with shorter blocks where there would be too few jobs to share."""
+    config = FwdConfig()
+    block_m = max(config.block_m // lanes.panel, 1) * lanes.panel
+    while block_m > lanes.panel and jobs_of_a_row * -(-rows // block_m) < 4 * threads:
+        block_m = (block_m // lanes.panel + 1) // 2 * lanes.panel
+    return FwdConfig(block_m, config.block_n)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, plan: Plan, out: Tensor | None = None, lanes: Lanes | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the forward kernel.
+
+    Args:
+        q, k, v: (B, S, H, D) or packed (total, H, D), any strides; q, k share D, v has its own.
+        plan: the lowered call.
+        out: where to write o: contiguous along its last dim, of q's dtype; allocated where None.
+        lanes: accumulation type and vector width; this machine's where None.
+
+    Returns:
+        o, lse (natural logarithm), max_logit (H,): the largest visible score of each head.
+    """
+    q, k, v = map(last_dim_dense, (q, k, v))
+    real = accumulation_dtype(q.dtype)
+    lanes = lanes or host_lanes(torch.finfo(real).bits)
+    heads, batch = q.shape[-2], plan.seq.shape[0]
+    packed = q.dim() == 3
+    o = q.new_empty((*q.shape[:-1], v.shape[-1])) if out is None else out
+    lse = q.new_empty((heads, q.shape[0]) if packed else (batch, heads, q.shape[1]), dtype=real)
+    max_logit = q.new_full((heads,), -math.inf, dtype=real)
+    if packed:  # rows between sequences belong to no job
+        o.zero_()
+        lse.fill_(-math.inf)
+    threads = thread_count(4.0 * batch * heads * plan.max_q * plan.max_k * q.shape[-1])
+    config = forward_config(batch * heads, plan.max_q, threads, lanes)
+    fields = shared_fields(q, k, v, o, lse, plan, lanes, config.block_m, config.block_n)
+    fields["max_logit"] = max_logit.data_ptr()
+    fields["jobs"] = batch * (heads // fields["pack"]) * fields["blocks"]
+    layout = forward_layout(lanes, fields["block_m"], config.block_n, fields["dim_padded"], fields["value_dim_padded"])
+    launch(forward_kernel(lanes), FORWARD_ARGS, fields, layout, threads)
+    return o, lse, max_logit

@@ -1,0 +1,168 @@
+"""The backward kernel's device functions: one block of query rows against one key tile, five products."""
+
+import math
+
+from numba import njit
+
+from .blocks import K_START, LOG2E, Q_START, panel_keys, sequence
+from .gemm import GRAD_ROWS, SCORE_ROWS, mix_add_tile, outer_tile
+from .memory import format_bytes, get_i64, get_real, load, load_format, load_scalar, put_i64, put_real, store
+from .panels import fill_vectors, list_rows, multiply_panel, pack_tile, panel_width, scatter_add_panel
+from .panels import set_bad_rows_aside
+from .scores import dot_panel, drop, score_panel
+from .simd import absolute, element_bytes, exp2, fma, select, splat, total, vector_width
+
+
+@njit
+def row_dot(lanes, x, y, code, dim):
+    """sum over c of x[c] * y[c], both in a storage format."""
+    width, step = vector_width(lanes), format_bytes(code)
+    whole = dim // width * width
+    sums = splat(lanes, 0.0)
+    for c in range(0, whole, width):
+        sums = fma(load_format(lanes, x + c * step, code), load_format(lanes, y + c * step, code), sums)
+    result = total(sums)
+    for c in range(whole, dim):
+        result += load_scalar(lanes, x + c * step, code) * load_scalar(lanes, y + c * step, code)
+    return result
+
+
+@njit
+def set_gradient_lane(lanes, a, s, b, chunk, t, row, head, present):
+    """lse, delta and addresses of lane t. A lane without a row, or whose row saw no key, has p = 0 and zero inputs."""
+    index = get_i64(s.lane_index, t)
+    token = row + sequence(a, b, Q_START)
+    lse = get_real(lanes, a.lse, index)
+    do = a.do + b * a.do_b + token * a.do_s + head * a.do_h
+    delta = row_dot(lanes, do, get_i64(s.lane_o, t), a.code, a.value_dim) if present else 0.0
+    if present and a.dlse != 0:
+        delta -= get_real(lanes, a.dlse, index)
+    if present and a.delta != 0 and chunk == 0:
+        put_real(lanes, a.delta, index, delta)
+    sees = present and lse != -math.inf
+    put_real(lanes, s.lane_lse, t, lse * LOG2E if sees else math.inf)
+    put_real(lanes, s.lane_delta, t, delta if sees else 0.0)
+    put_i64(s.lane_do, t, do if sees else a.zeros)
+    if not sees:
+        put_i64(s.lane_q, t, a.zeros)
+    if a.dq != 0:
+        dq = a.dq + chunk * a.dq_chunk + b * a.dq_b + token * a.dq_s + head * a.dq_h
+        put_i64(s.lane_dq, t, dq if present else s.trash)
+    if a.dbias != 0:
+        dbias = a.dbias + chunk * a.dbias_chunk + b * a.dbias_b + head * a.dbias_h + row * a.dbias_m
+        put_i64(s.lane_dbias, t, dbias)
+
+
+@njit
+def gradient_pass(lanes, score, grad, k0, k1, lses, deltas):
+    """p = 2^(s - lse) over s, ds = p (dp - delta) over dp; both 0 where the score is -inf, whatever dp holds."""
+    columns, size, width = panel_width(lanes), element_bytes(lanes), vector_width(lanes)
+    zero, masked = splat(lanes, 0.0), splat(lanes, -math.inf)
+    for strip in range(0, columns, width):
+        lse, delta = load(lanes, lses + strip * size), load(lanes, deltas + strip * size)
+        for n in range(k0, k1):
+            at = (n * columns + strip) * size
+            s = load(lanes, score + at)
+            x = s - lse
+            p = select(s == masked, zero, exp2(select(x > zero, zero, x)))
+            store(lanes, score + at, p)
+            store(lanes, grad + at, select(p == zero, zero, p * (load(lanes, grad + at) - delta)))
+
+
+@njit
+def slope_pass(lanes, grad, n0, k0, k1, positions, sums):
+    """sums[lane] += sum over n of ds * |m - n|."""
+    columns, size, width = panel_width(lanes), element_bytes(lanes), vector_width(lanes)
+    for strip in range(0, columns, width):
+        m, partial = load(lanes, positions + strip * size), splat(lanes, 0.0)
+        for n in range(k0, k1):
+            distance = absolute(m - (n0 + n))
+            partial = fma(load(lanes, grad + (n * columns + strip) * size), distance, partial)
+        store(lanes, sums + strip * size, load(lanes, sums + strip * size) + partial)
+
+
+@njit
+def gradient_panel(lanes, a, s, p, n0, n1, padded, use_keep):
+    """P^T and dS^T of block panel p against the tile [n0, n1), zero outside the keys that the panel needs."""
+    columns, size = panel_width(lanes), element_bytes(lanes)
+    k0, k1, masked = panel_keys(s, p, n0, n1)
+    k0, k1 = (k0, k1) if k0 < k1 else (0, 0)
+    put_i64(s.panel_k0, p, k0)
+    put_i64(s.panel_k1, p, k1)
+    at = p * a.block_n * columns * size
+    score, grad = s.score + at, s.grad + at
+    for panel in (score, grad):
+        fill_vectors(lanes, panel, k0 * columns, 0.0)
+        fill_vectors(lanes, panel + k1 * columns * size, (padded - k1) * columns, 0.0)
+    if k1 == 0:
+        return
+    lane = p * columns * size
+    score_panel(lanes, a, s, p, score, s.slope, n0, n1, k0, k1, masked, use_keep)
+    dot_panel(lanes, grad, s.v, a.block_n, s.do_t + lane * a.value_dim_padded, a.value_dim_padded, k0, k1)
+    drop(lanes, a, s, p, grad, n0, k0, k1)
+    gradient_pass(lanes, score, grad, k0, k1, s.lane_lse + lane, s.lane_delta + lane)
+    if a.dslopes != 0:
+        slope_pass(lanes, grad, n0, k0, k1, s.lane_m + lane, s.lane_dslope + lane)
+    if a.dbias != 0:
+        rows, known = s.lane_dbias + p * columns * 8, min(k1, n1 - n0)
+        scatter_add_panel(lanes, grad, rows, n0 * a.dbias_n, a.dbias_n, k0, known)
+    if a.cap != 0.0:
+        multiply_panel(lanes, grad, s.slope, k0, k1)
+    drop(lanes, a, s, p, score, n0, k0, k1)
+
+
+@njit
+def add_query_gradient(lanes, a, s, p):
+    """dQ^T += K^T dS^T of block panel p, over the keys it needs."""
+    columns, size, width = panel_width(lanes), element_bytes(lanes), 2 * vector_width(lanes)
+    k0, k1 = get_i64(s.panel_k0, p), get_i64(s.panel_k1, p)
+    if k0 == k1:
+        return
+    out = s.dq_t + p * columns * a.dim_padded * size
+    weights = s.grad + (p * a.block_n + k0) * columns * size
+    for c in range(0, a.dim, SCORE_ROWS):
+        keys = s.k + ((c // width * a.block_n + k0) * width + c % width) * size
+        mix_add_tile(lanes, out + c * columns * size, keys, 4 * width * size, weights, (k1 - k0) // 4, 0)
+
+
+@njit
+def add_key_gradient(lanes, a, s, panels, padded, weights, rows, out, dim):
+    """out[n] += sum over m of weights[n][m] rows[m]: dV from P and dO, dK from dS and Q."""
+    columns, size, width = panel_width(lanes), element_bytes(lanes), 2 * vector_width(lanes)
+    for n in range(0, padded, GRAD_ROWS):
+        first, end = panels, 0
+        for p in range(panels):
+            if get_i64(s.panel_k0, p) < n + GRAD_ROWS and get_i64(s.panel_k1, p) > n:
+                first, end = min(first, p), p + 1
+        if first >= end:
+            continue
+        panel_bytes = a.block_n * columns * size
+        scalars = weights + first * panel_bytes + n * columns * size
+        for c in range(0, dim, width):
+            vectors = rows + (c // width * a.block_m + first * columns) * width * size
+            target = out + (c // width * a.chunk_rows + n) * width * size
+            outer_tile(lanes, target, scalars, panel_bytes, vectors, end - first, 0)
+
+
+@njit
+def backward_tile(lanes, a, s, b, head_kv, n0, n1, chunk_start, panels, use_keep):
+    """One key tile [n0, n1) against all panels of the block."""
+    size, width, n = element_bytes(lanes), 2 * vector_width(lanes), n1 - n0
+    token = sequence(a, b, K_START) + n0
+    padded = (n + 11) // 12 * 12
+    list_rows(s.k_rows, a.k + b * a.k_b + token * a.k_s + head_kv * a.k_h, a.k_s, n)
+    list_rows(s.v_rows, a.v + b * a.v_b + token * a.v_s + head_kv * a.v_h, a.v_s, n)
+    bad = pack_tile(lanes, s.k, a.block_n, s.k_rows, n, padded, a.code, a.dim, a.dim_padded)
+    pack_tile(lanes, s.v, a.block_n, s.v_rows, n, padded, a.code, a.value_dim, a.value_dim_padded)
+    for p in range(panels):
+        gradient_panel(lanes, a, s, p, n0, n1, padded, use_keep)
+    if a.dq != 0:
+        if bad:  # 0 * NaN must not reach the rows that do not see the key; the others have NaN in dS already
+            set_bad_rows_aside(lanes, s.k, a.block_n, n, a.dim_padded, s.k_bad)
+        for p in range(panels):
+            add_query_gradient(lanes, a, s, p)
+    at = (n0 - chunk_start) * width * size
+    if a.dv != 0:
+        add_key_gradient(lanes, a, s, panels, padded, s.score, s.do, s.dv + at, a.value_dim)
+    if a.dk != 0:
+        add_key_gradient(lanes, a, s, panels, padded, s.grad, s.q, s.dk + at, a.dim)

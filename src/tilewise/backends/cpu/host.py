@@ -1,0 +1,32 @@
+"""The host's vector width, and the hash of this backend's sources."""
+
+import functools
+import hashlib
+from pathlib import Path
+
+import llvmlite.binding as llvm
+
+from .simd import Lanes
+
+
+@functools.cache
+def sources_hash() -> str:
+    """A hash of every file the kernels are made of. Numba's disk cache sees only the file of the kernel itself."""
+    folder = Path(__file__).parent
+    digest = hashlib.sha256()
+    for path in (*sorted(folder.glob("*.py")), folder.parent.parent / "predicates.py"):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+@functools.cache
+def vector_bytes() -> int:
+    """Bytes of a vector register: 64 with AVX-512, 32 with AVX2, else 16 (NEON, SSE)."""
+    features = llvm.get_host_cpu_features()
+    return 64 if features.get("avx512f") else 32 if features.get("avx2") else 16
+
+
+@functools.cache
+def host_lanes(bits: int) -> Lanes:
+    """The lanes of this machine for accumulation in 32 or 64 bits."""
+    return Lanes(bits, vector_bytes() * 8 // bits, sources_hash())

@@ -1,0 +1,57 @@
+"""What a kernel is told: one record of numbers and addresses. Address 0 means that the thing is absent."""
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+#: Fields of both passes. `*_b`, `*_s`, `*_h`, `*_m`, `*_n`: strides in bytes along batch, sequence, head, row, key.
+_SHARED = (
+    *("q", "q_b", "q_s", "q_h", "k", "k_b", "k_s", "k_h", "v", "v_b", "v_s", "v_h", "o", "o_b", "o_s", "o_h"),
+    *("code", "dim", "dim_padded", "value_dim", "value_dim_padded", "heads_kv", "group", "pack"),
+    *("lse", "lse_b", "lse_h", "seq", "lo", "hi", "bounds_stride"),  # lse strides count elements
+    *("block_m", "block_n", "span", "blocks_per_span", "blocks"),  # see blocks.block_rows
+    *("slopes", "slopes_b", "slopes_h", "sinks", "drop_threshold", "seed"),
+    *("bias", "bias_b", "bias_h", "bias_m", "bias_n", "bias_code", "keep", "keep_b", "keep_h", "keep_m", "keep_n"),
+    *("tile_offsets", "tile_b", "tile_h", "tile_starts", "tile_ends", "tile_full"),
+    *("jobs", "tickets", "scratch", "scratch_bytes", "layout", "zeros"),
+)
+_SHARED_REAL = ("query_scale", "softmax_scale", "cap", "drop_scale")  # cap: softcap * log2(e), 0 without
+
+_FORWARD = ("max_logit",)
+_BACKWARD = (
+    *("do", "do_b", "do_s", "do_h", "dlse", "delta"),  # dlse and delta have the strides of lse
+    *("dq", "dq_b", "dq_s", "dq_h", "dq_chunk", "dq_code"),
+    *("dk", "dk_b", "dk_s", "dk_h", "dv", "dv_b", "dv_s", "dv_h"),
+    *("dbias", "dbias_b", "dbias_h", "dbias_m", "dbias_n", "dbias_chunk", "dslopes", "dslopes_chunk"),
+    *("chunks", "chunk_bounds", "chunk_rows", "groups_h", "member_batches", "member_heads"),
+)
+
+#: Per-thread scratch: addresses, filled in by `bind_scratch`. `lane_*`: one entry per query row of the block.
+SCRATCH_FIELDS = (
+    *("lane_q", "lane_o", "lane_bias", "lane_keep", "lane_lo", "lane_hi", "lane_m", "lane_slope", "lane_first"),
+    *("lane_second", "lane_index", "lane_head", "lane_max", "lane_sum", "lane_alpha", "lane_lse", "lane_delta"),
+    *("lane_do", "lane_dq", "lane_dbias", "lane_dslope"),
+    *("panel_lo", "panel_hi", "panel_all_lo", "panel_all_hi", "panel_k0", "panel_k1"),
+    *("k_rows", "v_rows", "k_bad", "v_bad", "k", "v", "q_t", "q", "do_t", "do", "o_t", "dq_t", "dk", "dv"),
+    *("score", "grad", "extra", "slope", "trash"),
+)
+
+
+def _record(integers, reals=()):
+    return np.dtype([(name, np.int64) for name in integers] + [(name, np.float64) for name in reals])
+
+
+FORWARD_ARGS = _record(_SHARED + _FORWARD, _SHARED_REAL)
+BACKWARD_ARGS = _record(_SHARED + _BACKWARD, _SHARED_REAL)
+SCRATCH = _record(SCRATCH_FIELDS)
+
+
+def fill(record: np.dtype, fields: Mapping[str, Any]) -> np.ndarray:
+    """One record; fields not given are 0. A name that the record lacks is an error."""
+    values = dict.fromkeys(record.names, 0)
+    values.update(fields)
+    if len(values) != len(record.names):
+        raise KeyError(f"no such fields: {sorted(values.keys() - set(record.names))}")
+    return np.array(tuple(values.values()), dtype=record)

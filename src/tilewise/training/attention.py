@@ -1,0 +1,83 @@
+"""The three ways a model here can attend, with one meaning: causal, and inside each token's own document.
+
+Each is a function of the documents that returns the attention of one forward pass, so that a mask is made once and shared
+by all layers. Shapes as everywhere in tilewise: q (B, Sq, H, D), k and v (B, Sk, Hkv, D), o (B, Sq, H, D).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import tilewise
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+#: From document numbers (B, S), or None for one document, and a dropout probability.
+MakeAttend = Callable[[Tensor | None, float], Attend]
+
+
+def tilewise_attention(documents: Tensor | None, dropout_p: float = 0.0) -> Attend:
+    """The library's own: the mask is two numbers per token, and no Sq x Sk object exists."""
+    mask = None if documents is None else tilewise.Document(documents)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return tilewise.attention(q, k, v, mask=mask, causal=True, dropout_p=dropout_p)
+
+    return attend
+
+
+def standard_attention(documents: Tensor | None, dropout_p: float = 0.0) -> Attend:
+    """The textbook's: S = q k^T * scale, P = softmax(S), o = P v, all in memory, P kept for the backward pass."""
+    visible = _Visible(documents)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, *_repeat_kv(q, k, v)))
+        s = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
+        p = s.masked_fill(~visible(q.shape[2], k.shape[2], q.device), float("-inf")).softmax(dim=-1)
+        return (F.dropout(p, dropout_p) @ v).transpose(1, 2)
+
+    return attend
+
+
+def sdpa_attention(documents: Tensor | None, dropout_p: float = 0.0) -> Attend:
+    """PyTorch's `scaled_dot_product_attention`, given the same mask as a boolean matrix."""
+    visible = _Visible(documents)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, *_repeat_kv(q, k, v)))
+        mask = visible(q.shape[2], k.shape[2], q.device)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p).transpose(1, 2)
+
+    return attend
+
+
+MAKE_ATTEND: dict[str, MakeAttend] = {
+    "tilewise": tilewise_attention,
+    "standard": standard_attention,
+    "sdpa": sdpa_attention,
+}
+
+
+class _Visible:
+    """The mask as a boolean (B or 1, 1, Sq, Sk) matrix, made at its first use and kept for the other layers."""
+
+    def __init__(self, documents: Tensor | None):
+        self.documents = documents
+        self.mask: Tensor | None = None
+
+    def __call__(self, Sq: int, Sk: int, device: torch.device) -> Tensor:
+        if self.mask is None:
+            causal = torch.ones(Sq, Sk, dtype=torch.bool, device=device).tril(Sk - Sq)
+            ids = self.documents
+            same = True if ids is None else ids[:, None, :, None] == ids[:, None, None, :]
+            self.mask = causal[None, None] & same
+        return self.mask
+
+
+def _repeat_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Grouped-query attention for code that wants as many kv heads as query heads."""
+    groups = q.shape[2] // k.shape[2]
+    return (k, v) if groups == 1 else (k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2))
