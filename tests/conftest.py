@@ -6,7 +6,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-FUZZ = int(os.environ.get("TILEWISE_FUZZ", "0"))  # examples of a long run with new random seeds; 0: the short, fixed run
+FUZZ = int(
+    os.environ.get("TILEWISE_FUZZ", "0")
+)  # examples of a long run with new random seeds; 0: the short, fixed run
 
 settings.register_profile(
     "ci", max_examples=100, derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck)

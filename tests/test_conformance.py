@@ -47,7 +47,9 @@ def test_runs_are_bitwise_equal(case: Case, backend: str):
     _skip_unless_able(backend, inputs)
     first = run(inputs, backend)
     for name, t in run(inputs, backend).items():
-        torch.testing.assert_close(t, first[name], rtol=0, atol=0, equal_nan=True, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(
+            t, first[name], rtol=0, atol=0, equal_nan=True, msg=lambda m, name=name: f"{name}: {m}"
+        )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -132,8 +132,7 @@ def cost(
     """The account of one call.
 
     Args:
-        problem: its sizes.
-        bound: its semantics, tensors on the CPU.
+        problem, bound: its sizes and its semantics, tensors on the CPU.
         aux: the tensors beside q, k, v; they count among the bytes saved for backward.
         block_m, block_n: tile size, as in `tile_plan`.
 
@@ -158,7 +157,7 @@ def cost(
         Tiles(work.full, work.masked, work.skipped),
         forward,
         backward,
-        memory(problem, sum(t.numel() * t.element_size() for t in aux)),
+        memory(problem, sum(t.numel() * t.element_size() for t in aux), workers_of(problem)),
         standard_forward,
         standard_backward,
         standard_memory(problem),
@@ -174,25 +173,43 @@ def tensor_bytes(problem: Problem) -> int:
     return (rows + keys) * (problem.D + problem.Dv) * problem.dtype.itemsize
 
 
-def memory(problem: Problem, aux_bytes: int = 0) -> Memory:
+def memory(problem: Problem, aux_bytes: int = 0, workers: int = 0) -> Memory:
     """What tilewise keeps and needs: linear in the sequence lengths.
 
-    Saved are q, k, v, o, one number (lse) per row and the call's other tensors. Beyond outputs and gradients, forward
-    needs nothing that grows but lse; backward needs lse, delta, and for 16-bit dtypes gradients summed in float32. The
-    scratch of a backend's threads comes on top: `tilewise memory` measures it.
+    Saved are q, k, v, o, one number (lse) per row and the call's other tensors. Forward needs nothing more that grows.
+
+    Args:
+        problem: the call's sizes.
+        aux_bytes: bytes of its tensors beside q, k, v.
+        workers: 0 for kernels that add to dq in memory (GPUs): backward then needs delta, and for 16-bit dtypes gradients
+            summed in float32. The CPU's threads instead each sum dk and dv of one kv head, and where there are fewer
+            heads than threads, dq in several parts.
     """
     rows, keys = problem.total_q * problem.H, problem.total_k * problem.Hkv
-    row = accumulator_bytes(problem)
-    widened = 0 if row <= problem.dtype.itemsize else row * (rows * problem.D + keys * (problem.D + problem.Dv))
-    return Memory(tensor_bytes(problem) + rows * row + aux_bytes, rows * row, 2 * rows * row + widened)
+    row, D, Dv = accumulator_bytes(problem), problem.D, problem.Dv
+    if workers:
+        parts = cdiv(workers, max(problem.B * problem.Hkv, 1))
+        beside = workers * cdiv(problem.Sk, parts) * (D + Dv) * row + (parts * rows * D * row if parts > 1 else 0)
+    else:
+        beside = rows * row + (row * (rows * D + keys * (D + Dv)) if row > problem.dtype.itemsize else 0)
+    return Memory(tensor_bytes(problem) + rows * row + aux_bytes, rows * row, rows * row + beside)
+
+
+def workers_of(problem: Problem) -> int:
+    """The `workers` of `memory` on this machine."""
+    return torch.get_num_threads() if problem.device == "cpu" else 0
 
 
 def standard_memory(problem: Problem) -> Memory:
-    """What attention with S and P in memory keeps and needs: P for backward; S and P in forward; P, dP and dS in backward."""
+    """What attention with S and P in memory keeps and needs.
+
+    P is kept for backward, and the boolean mask of a masked call; forward holds S and P, backward P, dP and dS.
+    """
     rows, keys, e = problem.total_q * problem.H, problem.total_k * problem.Hkv, problem.dtype.itemsize
     matrix = problem.B * problem.H * problem.Sq * problem.Sk * e
-    saved = (rows * problem.D + keys * (problem.D + problem.Dv)) * e + matrix
-    return Memory(saved, 2 * matrix, 3 * matrix)
+    mask = problem.Sq * problem.Sk if problem.spec.mask else 0
+    saved = (rows * problem.D + keys * (problem.D + problem.Dv)) * e + matrix + mask
+    return Memory(saved, 2 * matrix + mask, 3 * matrix + mask)
 
 
 def out_of_memory_point(problem: Problem, memory_bytes: int, standard: bool = True) -> int:
@@ -200,7 +217,7 @@ def out_of_memory_point(problem: Problem, memory_bytes: int, standard: bool = Tr
 
     def needed(n: int) -> int:
         sized = replace(problem, Sq=n, Sk=n, total_q=problem.B * n, total_k=problem.B * n)
-        extra = (standard_memory if standard else memory)(sized)
+        extra = standard_memory(sized) if standard else memory(sized, 0, workers_of(sized))
         return 2 * tensor_bytes(sized) + max(extra.peak_forward, extra.peak_backward)
 
     low, high = 0, 1
@@ -340,10 +357,10 @@ def _bounds_of(seqs: Sequences, bounds: RowBounds, b: int) -> tuple[Tensor, Tens
 
 def _extremes(lo: Tensor, hi: Tensor, block_m: int) -> list[list[int]]:
     """(lo_min, lo_max, hi_min, hi_max) of each block of rows. A row that sees no key visits no tile and leaves none full."""
-    blocks, far = cdiv(len(lo), block_m), 2**31 - 1
+    far = 2**31 - 1
 
     def split(t: Tensor, padding: int) -> Tensor:
-        return F.pad(t, (0, blocks * block_m - len(t)), value=padding).reshape(blocks, block_m)
+        return F.pad(t, (0, -len(t) % block_m), value=padding).reshape(-1, block_m)
 
     sees = lo < hi
     found = (
@@ -352,7 +369,7 @@ def _extremes(lo: Tensor, hi: Tensor, block_m: int) -> list[list[int]]:
         split(hi, far).amin(1),
         split(torch.where(sees, hi, 0), 0).amax(1),
     )
-    return torch.stack(found, 1).tolist() if blocks else []
+    return torch.stack(found, 1).tolist()
 
 
 def _visible_pairs(
@@ -380,5 +397,4 @@ def _of(t: Tensor, b: int, h: int) -> Tensor:
 
 def _sizes(length: int, block: int) -> Tensor:
     """Rows (or keys) of each tile."""
-    starts = torch.arange(cdiv(length, block)) * block
-    return (length - starts).clamp(max=block)
+    return (length - torch.arange(0, length, block)).clamp(max=block)

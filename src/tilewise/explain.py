@@ -40,7 +40,7 @@ class Explanation:
         return self.problem.features
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values: sizes, backend, reasons, tiles (a picture of at most 256 characters a side), and the account in FLOPs and bytes."""
+        """Plain values: sizes, backend, reasons, tiles (a picture of at most 256 x 256 characters), FLOPs and bytes."""
         p = self.problem
         sizes = {name: getattr(p, name) for name in ("B", "H", "Hkv", "Sq", "Sk", "D", "Dv", "total_q", "total_k")}
         plan = self.plan
@@ -151,12 +151,11 @@ def human(value: float, unit: str) -> str:
     base, prefixes = (
         (1024.0, ("", "Ki", "Mi", "Gi", "Ti", "Pi")) if unit == "B" else (1e3, ("", "k", "M", "G", "T", "P"))
     )
-    value = float(value)
-    for prefix in prefixes[:-1]:
-        if abs(value) < base:
-            return f"{value:.0f} {unit}" if prefix == "" else f"{value:.1f} {prefix}{unit}"
-        value /= base
-    return f"{value:,.1f} {prefixes[-1]}{unit}"
+    power = 0
+    while abs(value) >= base and power < len(prefixes) - 1:
+        value, power = value / base, power + 1
+    digits = 1 if power and abs(value) < 100 else 0
+    return f"{value:,.{digits}f} {prefixes[power]}{unit}"
 
 
 def _call(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[Call, str | None]:

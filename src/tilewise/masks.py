@@ -363,7 +363,7 @@ def _tile_grid(Sq, Sk, block_m, block_n):
 def _document_ids(ids: Any, what: str) -> Tensor:
     if not isinstance(ids, Tensor) or ids.dim() not in (1, 2) or ids.is_floating_point() or ids.dtype == torch.bool:
         raise ValueError(f"Document {what} must be an int tensor (S,) or (B, S), got {describe(ids)}")
-    return ids.reshape(-1, ids.shape[-1]).long()
+    return ids.long() if ids.dim() == 2 else ids.long()[None]
 
 
 def _ids_from_cu_seqlens(cu_seqlens: Any, what: str) -> Tensor:

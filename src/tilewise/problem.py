@@ -189,7 +189,7 @@ def check_number(value: Any, what: str, low: float, high: float) -> float:
         number = float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{what} must be a number, got {describe(value)}") from None
-    if not math.isfinite(number) or not low <= number < high:
+    if not low <= number < high or number == -math.inf:  # comparisons only: torch.compile may make the number symbolic
         raise ValueError(f"{what} must be finite and in [{low}, {high}), got {number}")
     return number
 
@@ -210,7 +210,8 @@ def check_cu_seqlens(name: str, cu_seqlens: Any, total: int, max_seqlen: int | N
     if cu_seqlens.device.type != "cpu" or not _readable(cu_seqlens):
         if max_seqlen is None:
             raise ValueError(
-                f"max_seqlen is required with {name} on {cu_seqlens.device}: reading it would stall the device"
+                f"max_seqlen is required with {name} on {cu_seqlens.device}, and under torch.compile: reading the longest "
+                "length from the tensor would stall the device or break the graph"
             )
         return max_seqlen
     values = cu_seqlens.tolist()
@@ -228,7 +229,8 @@ def check_cu_seqlens(name: str, cu_seqlens: Any, total: int, max_seqlen: int | N
 
 
 def _check_used(name: str, used: Any, lengths: list[int]) -> None:
-    if not isinstance(used, Tensor) or used.dtype not in (torch.int32, torch.int64) or len(used) != len(lengths):
+    ints = isinstance(used, Tensor) and used.dtype in (torch.int32, torch.int64)
+    if not ints or used.shape != (len(lengths),):
         raise ValueError(f"seqused for {name} must be an int32 tensor ({len(lengths)},), got {describe(used)}")
     values = used.tolist()
     if any(not 0 <= u <= length for u, length in zip(values, lengths, strict=True)):

@@ -39,14 +39,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, bound: BoundSpec) -> tuple[Tensor
 def max_logit(q: Tensor, k: Tensor, bound: BoundSpec) -> Tensor:
     """The largest visible score of each head over all sequences, (H,); -inf for a head that sees nothing."""
     best = q.new_full((q.shape[-2],), -torch.inf)
-    for q_part, k_part, batch in _parts(q, k, bound):
+    for q_part, k_part, batch in parts(q, k, bound):
         s, visible = scores(q_part, k_part, bound, batch)
         if s.numel():
             best = torch.maximum(best, s.masked_fill(~visible, -torch.inf).amax((0, 2, 3)))
     return best
 
 
-def _parts(q: Tensor, k: Tensor, bound: BoundSpec) -> list[tuple[Tensor, Tensor, Tensor]]:
+def parts(q: Tensor, k: Tensor, bound: BoundSpec) -> list[tuple[Tensor, Tensor, Tensor]]:
     """q, k and sequence indices of each dense piece of a call: the whole call, or every packed sequence."""
     if not bound.spec.varlen:
         return [(q, k, torch.arange(q.shape[0], device=q.device))]
@@ -112,7 +112,7 @@ def probabilities(q: Tensor, k: Tensor, bound: BoundSpec, batch: Tensor) -> tupl
 def signed_probabilities(q: Tensor, k: Tensor, bound: BoundSpec) -> Tensor:
     """Attention weights before dropout (B, H, Sq, Sk), negative where dropout drops them; for packed calls padded by 0."""
     signed = []
-    for q_part, k_part, batch in _parts(q, k, bound):
+    for q_part, k_part, batch in parts(q, k, bound):
         p, _, _ = probabilities(q_part, k_part, bound, batch)
         dropped = ~keep_dropout(bound, batch, *p.shape[1:]) if bound.seed is not None else p < 0
         signed.append(torch.where(dropped, -p, p))

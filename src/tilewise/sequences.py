@@ -67,6 +67,9 @@ def row_bounds(bound: BoundSpec, seqs: Sequences, total_q: int) -> RowBounds:
         total_q: rows of the packed q; ignored in the dense layout.
     """
     masks = bound.interval_masks
+    if seqs.varlen and not seqs.batch:  # every row belongs to no sequence
+        nothing = torch.zeros(total_q, dtype=torch.int32, device=seqs.q_len.device)
+        return RowBounds(nothing, nothing, 0)
     if not seqs.varlen and not any(mask.per_batch for mask in masks) and not any(mask.tensors for mask in masks):
         return _shared_bounds(tuple(masks), seqs.max_q, seqs.max_k, bound.spec.align)
     rows, k_len, stride = _all_rows(seqs, total_q, any(mask.per_batch for mask in masks))

@@ -24,7 +24,7 @@ SAMPLE_TOKENS = 300
 
 
 def demo(
-    steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 100,
+    steps: Annotated[int, typer.Option(help="Optimizer steps of each run.")] = 60,
     context: Annotated[
         int, typer.Option(help="Tokens per row; standard attention's memory grows with its square.")
     ] = 2048,
@@ -47,7 +47,7 @@ def demo(
     """
     config = TrainConfig(
         layers=layers, heads=heads, width=width, context=context, batch=1, steps=steps, seed=seed, threads=threads,
-        lr=3e-3, max_mb=4.0, eval_rows=8,
+        lr=3e-3, warmup=10, max_mb=4.0, eval_rows=8,
     )  # fmt: skip
     names = [BASELINE, *([YARDSTICK] if yardstick else []), OURS]
     console.print(

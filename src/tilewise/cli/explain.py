@@ -89,7 +89,12 @@ def draw(plan: TilePlan, path: Path) -> None:
         axes = figure.subplots()
         colours = ListedColormap([COLOURS[kind] for kind in kinds])
         axes.imshow(
-            plan.grid, cmap=colours, vmin=-0.5, vmax=2.5, extent=(0, plan.Sk, plan.Sq, 0), interpolation="nearest"
+            plan.grid.numpy(),
+            cmap=colours,
+            vmin=-0.5,
+            vmax=2.5,
+            extent=(0, plan.Sk, plan.Sq, 0),
+            interpolation="nearest",
         )
         axes.set(xlabel="key", ylabel="query row", title=f"tiles of {plan.block_m} rows x {plan.block_n} keys")
         handles = [Patch(color=COLOURS[kind], label=f"{NAMES[kind]}: {plan.count(kind):,}") for kind in kinds]
@@ -105,7 +110,7 @@ def _masks(
         sides = integers(window, "--window")
         if len(sides) != 2:
             raise ValueError(f"--window must be LEFT,RIGHT, got {window!r}")
-        found.append(masks.Window(*sides))
+        found.append(masks.Window(sides[0], sides[1]))
     if prefix is not None:
         found.append(masks.Prefix(prefix))
     if chunk is not None:

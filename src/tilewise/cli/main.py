@@ -21,7 +21,7 @@ COMMANDS = {
     "memory": "Memory against sequence length, tilewise and standard attention.",
     "train": "Train a small language model on a text of yours.",
     "sample": "Write text with a trained model.",
-    "demo": "The online softmax, step by step on small numbers.",
+    "demo": "One small model with standard attention and with tilewise: loss, memory, time.",
 }
 
 

@@ -21,7 +21,9 @@ from rich.table import Table
 
 from tilewise import __version__
 
-console = Console(highlight=False)
+_WIDTH = None if sys.stdout.isatty() else 120  # into a file or a pipe: wide enough for every table
+
+console = Console(highlight=False, width=_WIDTH)
 stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write everything to this JSON file.")]
@@ -43,7 +45,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], lef
     made = Table(title=title, title_justify="left", title_style="bold")
     for at, column in enumerate(columns):
         justify: Literal["left", "right"] = "left" if at < left else "right"
-        made.add_column(column, justify=justify, overflow="fold")
+        made.add_column(column, justify=justify, no_wrap=at >= left)
     for row in rows:
         made.add_row(*(str(cell) for cell in row))
     return made
@@ -118,11 +120,6 @@ def require(package: str, what: str, extra: str) -> None:
     """Fail with the command that installs an optional package."""
     if importlib.util.find_spec(package) is None:
         fail(f"{what} needs {package}, which is not installed: pip install 'tilewise[{extra}]'")
-
-
-def is_interactive() -> bool:
-    """Whether progress bars make sense."""
-    return sys.stderr.isatty()
 
 
 def dtype_of(name: str) -> torch.dtype:

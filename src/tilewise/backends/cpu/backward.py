@@ -5,42 +5,54 @@ import math
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from tilewise.backends.base import Grads, Needs
 
-from .blocks import K_START, Q_LEN, bind_scratch, block_rows, sequence, set_block, tile_entries, tile_entry
+from .blocks import K_START, Q_LEN, SEQ_COLUMNS, bind_scratch, block_rows, set_block, tile_entries, tile_entry
 from .configs import BwdConfig
-from .gradients import backward_tile, set_gradient_lane
+from .gradients import backward_tile, delta_pass, set_gradient_lane
 from .host import host_lanes
-from .launch import FORMATS, accumulation_dtype, compile_kernel, lane_sizes, last_dim_dense, launch, matrix_fields
-from .launch import round_up, scratch_layout, shared_fields, tensor_fields, thread_count
+from .launch import (
+    FORMATS,
+    compile_kernel,
+    lane_sizes,
+    last_dim_dense,
+    launch,
+    matrix_fields,
+    round_up,
+    scratch_layout,
+    shared_fields,
+    tensor_fields,
+    thread_count,
+)
 from .memory import get_i64, get_real, put_real, record_at, take_ticket
-from .panels import fill_vectors, pack_query_panel, pack_tile, panel_width, scale_vectors, scatter_panel, unpack_tile
+from .panels import fill_vectors, pack_query_panel, pack_tile, scale_vectors, scatter_panel, unpack_tile
 from .plan import Plan
-from .simd import Lanes, element_bytes
+from .simd import Lanes, element_bytes, inlined, panel_width
 from .structs import BACKWARD_ARGS
 
 BALANCED = 0.85  # share of the threads' time that is work, at least, when the keys are cut into chunks
 MOST_CHUNKS = 16
 
 
-@njit
+@inlined
 def pack_block(lanes, a, s, panels):
     """Q and dO of the block, as query panels for the scores and as rows for dK and dV."""
     columns, size = panel_width(lanes), element_bytes(lanes)
     rows = panels * columns
     for p in range(panels):
-        lane = p * columns
-        query, gradient = s.q_t + lane * a.dim_padded * size, s.do_t + lane * a.value_dim_padded * size
+        lane, values = p * columns, a.value_dim_padded * size
+        query, gradient = s.q_t + lane * a.dim_padded * size, s.do_t + lane * values
         pack_query_panel(lanes, query, s.lane_q + lane * 8, a.code, a.dim, a.dim_padded, a.query_scale)
         pack_query_panel(lanes, gradient, s.lane_do + lane * 8, a.code, a.value_dim, a.value_dim_padded, 1.0)
+        pack_query_panel(lanes, s.o_t, s.lane_o + lane * 8, a.code, a.value_dim, a.value_dim_padded, 1.0)
+        delta_pass(lanes, gradient, s.o_t, a.value_dim, s.lane_delta + lane * size)
     pack_tile(lanes, s.q, a.block_m, s.lane_q, rows, rows, a.code, a.dim, a.dim_padded)
     pack_tile(lanes, s.do, a.block_m, s.lane_do, rows, rows, a.code, a.value_dim, a.value_dim_padded)
 
 
-@njit
+@inlined
 def finish_block(lanes, a, s, b, chunk, first_head, first, count, panels):
     """Store dq; add the block's share of the slopes' gradients."""
     columns, size = panel_width(lanes), element_bytes(lanes)
@@ -58,11 +70,11 @@ def finish_block(lanes, a, s, b, chunk, first_head, first, count, panels):
             put_real(lanes, row, head, get_real(lanes, row, head) - share)
 
 
-@njit
+@inlined
 def backward_block(lanes, a, s, b, first_head, i, chunk, chunk_start, chunk_end):
     """Block i of the query rows of `pack` heads against the chunk's keys."""
     columns = panel_width(lanes)
-    first, count = block_rows(a, i, sequence(a, b, Q_LEN) * a.pack)
+    first, count = block_rows(a, i, get_i64(a.seq, b * SEQ_COLUMNS + Q_LEN) * a.pack)
     if count <= 0:
         return
     panels, low, high = set_block(lanes, a, s, b, first_head, first, count)
@@ -73,8 +85,13 @@ def backward_block(lanes, a, s, b, first_head, i, chunk, chunk_start, chunk_end)
     fill_vectors(lanes, s.lane_dslope, rows, 0.0)
     fill_vectors(lanes, s.dq_t, rows * a.dim_padded, 0.0)
     low, high = max(low, chunk_start), min(high, chunk_end)
-    if low < high:
+    keep_delta = a.delta != 0 and chunk == 0
+    if low < high or keep_delta:
         pack_block(lanes, a, s, panels)
+    if keep_delta:
+        for t in range(count):
+            put_real(lanes, a.delta, get_i64(s.lane_index, t), get_real(lanes, s.lane_delta, t))
+    if low < high:
         entry, last_entry = tile_entries(a, b, first_head, i)
         for e in range(entry, last_entry):
             start, end, whole = tile_entry(lanes, a, e, low, high)
@@ -85,7 +102,7 @@ def backward_block(lanes, a, s, b, first_head, i, chunk, chunk_start, chunk_end)
     finish_block(lanes, a, s, b, chunk, first_head, first, count, panels)
 
 
-@njit
+@inlined
 def backward_chunk(lanes, a, s, b, head_kv, chunk):
     """All query rows of one kv head against one chunk of its keys; dk and dv are rounded once, at the end."""
     bounds = a.chunk_bounds + (b * (a.chunks + 1) + chunk) * 8
@@ -97,7 +114,7 @@ def backward_chunk(lanes, a, s, b, head_kv, chunk):
     for first_head in range(head_kv * a.group, (head_kv + 1) * a.group, a.pack):
         for i in range(a.blocks):
             backward_block(lanes, a, s, b, first_head, i, chunk, start, end)
-    token = sequence(a, b, K_START) + start
+    token = get_i64(a.seq, b * SEQ_COLUMNS + K_START) + start
     if a.dk != 0:
         dk = a.dk + b * a.dk_b + token * a.dk_s + head_kv * a.dk_h
         unpack_tile(lanes, s.dk, a.chunk_rows, end - start, dk, a.dk_s, a.code, a.dim, a.softmax_scale)
@@ -139,6 +156,7 @@ def backward_layout(lanes: Lanes, block_m: int, block_n: int, dim: int, value_di
         | dict.fromkeys(("k_rows", "v_rows", "k_bad"), 8 * block_n)
         | dict.fromkeys(("score", "grad"), panels * panel)
         | dict.fromkeys(("extra", "slope"), panel)
+        | {"o_t": lanes.panel * value_dim * real}
         | dict.fromkeys(("q_t", "q", "dq_t"), block_m * dim * real)
         | dict.fromkeys(("do_t", "do"), block_m * value_dim * real)
         | {"k": block_n * dim * real, "v": block_n * value_dim * real, "trash": max(dim, value_dim) * 8}
@@ -177,9 +195,9 @@ def broadcast_size(bias: Tensor) -> list[int]:
     return [1 if stride == 0 else size for size, stride in zip(bias.shape, bias.stride(), strict=True)]
 
 
-def group_fields(batch: int, heads_kv: int, dbias: Tensor | None) -> dict[str, int]:
+def group_fields(batch: int, heads_kv: int, bias: Tensor | None) -> dict[str, int]:
     """How (sequence, kv head) pairs form groups: pairs that add to the same bias gradient belong together."""
-    sizes = (batch, heads_kv) if dbias is None else dbias.shape[1:3]
+    sizes = (batch, heads_kv) if bias is None else broadcast_size(bias)[:2]
     member_batches, member_heads = batch if sizes[0] == 1 else 1, heads_kv if sizes[1] == 1 else 1
     return {"member_batches": member_batches, "member_heads": member_heads, "groups_h": heads_kv // member_heads}
 

@@ -6,8 +6,7 @@ from numba.extending import register_jitable
 from tilewise import predicates
 
 from .memory import U8, get_i32, get_i64, get_real, load_scalar, put_i32, put_i64, put_real, record_at
-from .panels import panel_width
-from .simd import element_bytes
+from .simd import inlined, panel_width
 from .structs import SCRATCH, SCRATCH_FIELDS
 
 LOG2E = 1.4426950408889634
@@ -16,14 +15,15 @@ NO_KEY = 2**31 - 1  # larger than every key position
 KEY_STEP = 4  # keys per micro-kernel call: the key range of a panel is rounded out to multiples of it
 
 SCRATCH_COUNT = len(SCRATCH_FIELDS)
-Q_START, Q_LEN, K_START, K_LEN, SHIFT = range(5)  # columns of Plan.seq
+Q_START, Q_LEN, K_START, _K_LEN, SHIFT = range(5)  # columns of Plan.seq
+SEQ_COLUMNS = 5
 
 _DROPOUT = (predicates._mix32, predicates._absorb, predicates.dropout_row_keys, predicates.dropout_bits)
 for _formula in (*_DROPOUT, predicates.keep_interval):
     register_jitable(_formula)  # kernels call the formulas that every backend shares, on scalars and on vectors
 
 
-@njit
+@inlined
 def bind_scratch(a, slot):
     """This thread's scratch record: the layout's offsets made addresses. The record heads the thread's region."""
     base = a.scratch + slot * a.scratch_bytes
@@ -32,13 +32,7 @@ def bind_scratch(a, slot):
     return record_at(base, SCRATCH)
 
 
-@njit
-def sequence(a, b, column):
-    """An entry of Plan.seq."""
-    return get_i64(a.seq, b * 5 + column)
-
-
-@njit
+@inlined
 def block_rows(a, i, total):
     """(first row, rows) of block i. Blocks of `block_m` rows restart at every multiple of `span`."""
     span = i // a.blocks_per_span
@@ -46,7 +40,7 @@ def block_rows(a, i, total):
     return first, min(first + a.block_m, (span + 1) * a.span, total) - first
 
 
-@njit
+@inlined
 def tile_entries(a, b, head, i):
     """The range of tile-list entries that block i visits; one pseudo-entry where there are no lists."""
     if a.tile_offsets == 0:
@@ -55,7 +49,7 @@ def tile_entries(a, b, head, i):
     return get_i64(row, 0), get_i64(row, 1)
 
 
-@njit
+@inlined
 def tile_entry(lanes, a, entry, low, high):
     """(start, end, whole) of an entry, clipped to [low, high); whole: `keep` holds all over it."""
     if a.tile_offsets == 0:
@@ -68,8 +62,8 @@ def tile_entry(lanes, a, entry, low, high):
 @njit
 def set_lane(lanes, a, s, b, t, row, head, present):
     """Lane t of the block is query row `row` of sequence b, head `head`. An absent lane repeats a row, unwritten."""
-    token = sequence(a, b, Q_START) + row
-    m = row + sequence(a, b, SHIFT)
+    token = get_i64(a.seq, b * SEQ_COLUMNS + Q_START) + row
+    m = row + get_i64(a.seq, b * SEQ_COLUMNS + SHIFT)
     bounds = b * a.bounds_stride + token
     put_i64(s.lane_q, t, a.q + b * a.q_b + token * a.q_s + head * a.q_h)
     put_i64(s.lane_o, t, a.o + b * a.o_b + token * a.o_s + head * a.o_h if present else s.trash)
@@ -91,7 +85,7 @@ def set_lane(lanes, a, s, b, t, row, head, present):
         put_i32(s.lane_second, t, second)
 
 
-@njit
+@inlined
 def summarise_panel(lanes, s, panel, first, count):
     """Keys that some row of the panel sees, [lo, hi), and keys that all its rows see, [all_lo, all_hi)."""
     low, high, all_low, all_high = NO_KEY, 0, 0, NO_KEY
@@ -107,7 +101,7 @@ def summarise_panel(lanes, s, panel, first, count):
     return low, high
 
 
-@njit
+@inlined
 def set_block(lanes, a, s, b, first_head, first, count):
     """Set up the lanes of a block; returns (panels, lowest key seen, end of the keys seen).
 
@@ -125,7 +119,7 @@ def set_block(lanes, a, s, b, first_head, first, count):
     return panels, low, high
 
 
-@njit
+@inlined
 def panel_keys(s, panel, n0, n1):
     """(k0, k1, masked): rows of the key tile [n0, n1) that the panel needs, and whether some must be masked."""
     k0 = max(get_i64(s.panel_lo, panel) - n0, 0) // KEY_STEP * KEY_STEP

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from .panels import round_up
-
 
 @dataclass(frozen=True)
 class FwdConfig:

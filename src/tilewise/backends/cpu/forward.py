@@ -7,19 +7,57 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from .blocks import K_START, LN2, LOG2E, Q_LEN, bind_scratch, block_rows, panel_keys, sequence, set_block, tile_entries
-from .blocks import tile_entry
+from .blocks import (
+    K_START,
+    LN2,
+    LOG2E,
+    Q_LEN,
+    SEQ_COLUMNS,
+    bind_scratch,
+    block_rows,
+    panel_keys,
+    set_block,
+    tile_entries,
+    tile_entry,
+)
 from .configs import FwdConfig
 from .gemm import SCORE_ROWS, mix_rescale_tile
 from .host import host_lanes
-from .launch import accumulation_dtype, compile_kernel, lane_sizes, last_dim_dense, launch, scratch_layout
-from .launch import shared_fields, thread_count
-from .memory import atomic_max, get_i64, get_real, load, load_scalar, format_bytes, put_real, record_at, store, take_ticket
-from .panels import copy_vectors, fill_vectors, list_rows, pack_query_panel, pack_tile, panel_width
-from .panels import scale_panel, scatter_panel, set_bad_rows_aside
+from .launch import (
+    accumulation_dtype,
+    compile_kernel,
+    lane_sizes,
+    last_dim_dense,
+    launch,
+    scratch_layout,
+    shared_fields,
+    thread_count,
+)
+from .memory import (
+    atomic_max,
+    format_bytes,
+    get_i64,
+    get_real,
+    load,
+    load_scalar,
+    put_real,
+    record_at,
+    store,
+    take_ticket,
+)
+from .panels import (
+    copy_vectors,
+    fill_vectors,
+    list_rows,
+    pack_query_panel,
+    pack_tile,
+    scale_panel,
+    scatter_panel,
+    set_bad_rows_aside,
+)
 from .plan import Plan
 from .scores import drop, lane_sees, score_panel
-from .simd import Lanes, element_bytes, exp2, select, splat, vector_width
+from .simd import Lanes, element_bytes, exp2, inlined, panel_width, select, splat, vector_width
 from .structs import FORWARD_ARGS
 
 
@@ -47,7 +85,7 @@ def softmax_panel(lanes, panel, k0, k1, maxima, sums, alphas):
         store(lanes, alphas + at, alpha)
 
 
-@njit
+@inlined
 def mix_panel(lanes, a, s, panel, out, alphas, k0, k1):
     """O^T = alpha O^T + V^T P^T over the keys [k0, k1) of the tile."""
     columns, size, width = panel_width(lanes), element_bytes(lanes), 2 * vector_width(lanes)
@@ -59,7 +97,7 @@ def mix_panel(lanes, a, s, panel, out, alphas, k0, k1):
         )
 
 
-@njit
+@inlined
 def add_bad_values(lanes, a, s, panel, seen, out, bad, k0, k1):
     """O^T[lane] += p V of the keys whose values hold an Inf or NaN, for the lanes that see them and for no others."""
     columns = panel_width(lanes)
@@ -79,7 +117,7 @@ def add_bad_values(lanes, a, s, panel, seen, out, bad, k0, k1):
 def forward_tile(lanes, a, s, b, head_kv, n0, n1, panels, use_keep):
     """One key tile [n0, n1) against all panels of the block."""
     columns, size, n = panel_width(lanes), element_bytes(lanes), n1 - n0
-    token = sequence(a, b, K_START) + n0
+    token = get_i64(a.seq, b * SEQ_COLUMNS + K_START) + n0
     padded = (n + 3) // 4 * 4
     list_rows(s.k_rows, a.k + b * a.k_b + token * a.k_s + head_kv * a.k_h, a.k_s, n)
     list_rows(s.v_rows, a.v + b * a.v_b + token * a.v_s + head_kv * a.v_h, a.v_s, n)
@@ -103,7 +141,7 @@ def forward_tile(lanes, a, s, b, head_kv, n0, n1, panels, use_keep):
             add_bad_values(lanes, a, s, s.score, s.extra, out, bad, k0, k1)
 
 
-@njit
+@inlined
 def finish_row(lanes, a, s, t):
     """lse and the factor that normalises the row's output, the sink taken into the sum."""
     top, total = float(get_real(lanes, s.lane_max, t)), float(get_real(lanes, s.lane_sum, t))
@@ -123,7 +161,7 @@ def finish_row(lanes, a, s, t):
     put_real(lanes, a.lse, get_i64(s.lane_index, t), lse)
 
 
-@njit
+@inlined
 def forward_block(lanes, a, s, job):
     """One block of query rows: pack, walk the key tiles, normalise, store."""
     columns, size = panel_width(lanes), element_bytes(lanes)
@@ -131,7 +169,7 @@ def forward_block(lanes, a, s, job):
     i = a.blocks - 1 - job % a.blocks  # under a causal mask the last blocks are the longest: they go first
     first_head = job // a.blocks % (a.heads_kv * packs) * a.pack
     b = job // a.blocks // (a.heads_kv * packs)
-    first, count = block_rows(a, i, sequence(a, b, Q_LEN) * a.pack)
+    first, count = block_rows(a, i, get_i64(a.seq, b * SEQ_COLUMNS + Q_LEN) * a.pack)
     if count <= 0:
         return
     panels, low, high = set_block(lanes, a, s, b, first_head, first, count)

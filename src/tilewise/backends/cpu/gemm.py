@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .simd import PANEL_VECTORS, emit_fma

@@ -4,47 +4,48 @@ import math
 
 from numba import njit
 
-from .blocks import K_START, LOG2E, Q_START, panel_keys, sequence
+from .blocks import K_START, LOG2E, Q_START, SEQ_COLUMNS, panel_keys
 from .gemm import GRAD_ROWS, SCORE_ROWS, mix_add_tile, outer_tile
-from .memory import format_bytes, get_i64, get_real, load, load_format, load_scalar, put_i64, put_real, store
-from .panels import fill_vectors, list_rows, multiply_panel, pack_tile, panel_width, scatter_add_panel
-from .panels import set_bad_rows_aside
+from .memory import get_i64, get_real, load, put_i64, put_real, store
+from .panels import fill_vectors, list_rows, multiply_panel, pack_tile, scatter_add_panel, set_bad_rows_aside
 from .scores import dot_panel, drop, score_panel
-from .simd import absolute, element_bytes, exp2, fma, select, splat, total, vector_width
+from .simd import absolute, element_bytes, exp2, fma, inlined, panel_width, select, splat, vector_width
+
+LSE_ERROR = 2.0**-24  # relative: half a unit in the last place of an fp32 lse
 
 
 @njit
-def row_dot(lanes, x, y, code, dim):
-    """sum over c of x[c] * y[c], both in a storage format."""
-    width, step = vector_width(lanes), format_bytes(code)
-    whole = dim // width * width
-    sums = splat(lanes, 0.0)
-    for c in range(0, whole, width):
-        sums = fma(load_format(lanes, x + c * step, code), load_format(lanes, y + c * step, code), sums)
-    result = total(sums)
-    for c in range(whole, dim):
-        result += load_scalar(lanes, x + c * step, code) * load_scalar(lanes, y + c * step, code)
-    return result
+def delta_pass(lanes, do, o, dim, deltas):
+    """delta = sum over c of do[c] o[c], minus dlse, which `deltas` holds.
+
+    Summed in the order of `dot_panel`: where one key takes all the weight, dp - delta is then exactly dlse.
+    """
+    columns, size, width = panel_width(lanes), element_bytes(lanes), vector_width(lanes)
+    for strip in range(0, columns * size, width * size):
+        sums = splat(lanes, 0.0)
+        for c in range(dim):
+            at = c * columns * size + strip
+            sums = fma(load(lanes, do + at), load(lanes, o + at), sums)
+        store(lanes, deltas + strip, sums - load(lanes, deltas + strip))
 
 
 @njit
 def set_gradient_lane(lanes, a, s, b, chunk, t, row, head, present):
-    """lse, delta and addresses of lane t. A lane without a row, or whose row saw no key, has p = 0 and zero inputs."""
+    """lse, dlse and addresses of lane t. A lane without a row, or whose row saw no key, has p = 0 and zero inputs."""
     index = get_i64(s.lane_index, t)
-    token = row + sequence(a, b, Q_START)
+    token = row + get_i64(a.seq, b * SEQ_COLUMNS + Q_START)
     lse = get_real(lanes, a.lse, index)
     do = a.do + b * a.do_b + token * a.do_s + head * a.do_h
-    delta = row_dot(lanes, do, get_i64(s.lane_o, t), a.code, a.value_dim) if present else 0.0
-    if present and a.dlse != 0:
-        delta -= get_real(lanes, a.dlse, index)
-    if present and a.delta != 0 and chunk == 0:
-        put_real(lanes, a.delta, index, delta)
     sees = present and lse != -math.inf
-    put_real(lanes, s.lane_lse, t, lse * LOG2E if sees else math.inf)
-    put_real(lanes, s.lane_delta, t, delta if sees else 0.0)
+    scaled = lse * LOG2E if sees else math.inf
+    put_real(lanes, s.lane_lse, t, scaled)
+    put_real(lanes, s.lane_lse_rest, t, scaled - get_real(lanes, s.lane_lse, t) if sees else 0.0)
+    put_real(lanes, s.lane_slack, t, -abs(scaled) * LSE_ERROR if sees else 0.0)
+    put_real(lanes, s.lane_delta, t, get_real(lanes, a.dlse, index) if present and a.dlse != 0 else 0.0)
     put_i64(s.lane_do, t, do if sees else a.zeros)
     if not sees:
         put_i64(s.lane_q, t, a.zeros)
+        put_i64(s.lane_o, t, a.zeros)
     if a.dq != 0:
         dq = a.dq + chunk * a.dq_chunk + b * a.dq_b + token * a.dq_s + head * a.dq_h
         put_i64(s.lane_dq, t, dq if present else s.trash)
@@ -54,17 +55,22 @@ def set_gradient_lane(lanes, a, s, b, chunk, t, row, head, present):
 
 
 @njit
-def gradient_pass(lanes, score, grad, k0, k1, lses, deltas):
-    """p = 2^(s - lse) over s, ds = p (dp - delta) over dp; both 0 where the score is -inf, whatever dp holds."""
+def gradient_pass(lanes, score, grad, k0, k1, lses, rests, slacks, deltas):
+    """p = 2^(s - lse) over s, ds = p (dp - delta) over dp; both 0 where the score is -inf, whatever dp holds.
+
+    lse, in units of log2, comes as a rounded value and the rest: rounding it again would cost p a bit of precision.
+    p is 1 where it is 1 within the rounding of lse (`slacks`): one key with a large logit has taken all the weight.
+    """
     columns, size, width = panel_width(lanes), element_bytes(lanes), vector_width(lanes)
     zero, masked = splat(lanes, 0.0), splat(lanes, -math.inf)
     for strip in range(0, columns, width):
-        lse, delta = load(lanes, lses + strip * size), load(lanes, deltas + strip * size)
+        lse, rest = load(lanes, lses + strip * size), load(lanes, rests + strip * size)
+        slack, delta = load(lanes, slacks + strip * size), load(lanes, deltas + strip * size)
         for n in range(k0, k1):
             at = (n * columns + strip) * size
             s = load(lanes, score + at)
-            x = s - lse
-            p = select(s == masked, zero, exp2(select(x > zero, zero, x)))
+            x = (s - lse) - rest
+            p = select(s == masked, zero, exp2(select(x > slack, zero, x)))
             store(lanes, score + at, p)
             store(lanes, grad + at, select(p == zero, zero, p * (load(lanes, grad + at) - delta)))
 
@@ -81,7 +87,7 @@ def slope_pass(lanes, grad, n0, k0, k1, positions, sums):
         store(lanes, sums + strip * size, load(lanes, sums + strip * size) + partial)
 
 
-@njit
+@inlined
 def gradient_panel(lanes, a, s, p, n0, n1, padded, use_keep):
     """P^T and dS^T of block panel p against the tile [n0, n1), zero outside the keys that the panel needs."""
     columns, size = panel_width(lanes), element_bytes(lanes)
@@ -100,18 +106,22 @@ def gradient_panel(lanes, a, s, p, n0, n1, padded, use_keep):
     score_panel(lanes, a, s, p, score, s.slope, n0, n1, k0, k1, masked, use_keep)
     dot_panel(lanes, grad, s.v, a.block_n, s.do_t + lane * a.value_dim_padded, a.value_dim_padded, k0, k1)
     drop(lanes, a, s, p, grad, n0, k0, k1)
-    gradient_pass(lanes, score, grad, k0, k1, s.lane_lse + lane, s.lane_delta + lane)
+    lse, rest, slack = s.lane_lse + lane, s.lane_lse_rest + lane, s.lane_slack + lane
+    gradient_pass(lanes, score, grad, k0, k1, lse, rest, slack, s.lane_delta + lane)
     if a.dslopes != 0:
         slope_pass(lanes, grad, n0, k0, k1, s.lane_m + lane, s.lane_dslope + lane)
     if a.dbias != 0:
         rows, known = s.lane_dbias + p * columns * 8, min(k1, n1 - n0)
-        scatter_add_panel(lanes, grad, rows, n0 * a.dbias_n, a.dbias_n, k0, known)
+        if a.dbias_m == 0 and (a.dbias_h == 0 or a.pack == 1):
+            add_lane_sums(lanes, grad, get_i64(rows, 0) + n0 * a.dbias_n, a.dbias_n, k0, known)
+        else:
+            scatter_add_panel(lanes, grad, rows, n0 * a.dbias_n, a.dbias_n, k0, known)
     if a.cap != 0.0:
         multiply_panel(lanes, grad, s.slope, k0, k1)
     drop(lanes, a, s, p, score, n0, k0, k1)
 
 
-@njit
+@inlined
 def add_query_gradient(lanes, a, s, p):
     """dQ^T += K^T dS^T of block panel p, over the keys it needs."""
     columns, size, width = panel_width(lanes), element_bytes(lanes), 2 * vector_width(lanes)
@@ -148,7 +158,7 @@ def add_key_gradient(lanes, a, s, panels, padded, weights, rows, out, dim):
 def backward_tile(lanes, a, s, b, head_kv, n0, n1, chunk_start, panels, use_keep):
     """One key tile [n0, n1) against all panels of the block."""
     size, width, n = element_bytes(lanes), 2 * vector_width(lanes), n1 - n0
-    token = sequence(a, b, K_START) + n0
+    token = get_i64(a.seq, b * SEQ_COLUMNS + K_START) + n0
     padded = (n + 11) // 12 * 12
     list_rows(s.k_rows, a.k + b * a.k_b + token * a.k_s + head_kv * a.k_h, a.k_s, n)
     list_rows(s.v_rows, a.v + b * a.v_b + token * a.v_s + head_kv * a.v_h, a.v_s, n)

@@ -1,6 +1,5 @@
 """The host side that both passes share: tensors and a plan become an args record, scratch memory and a launch."""
 
-import functools
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -21,8 +20,8 @@ from .simd import Lanes
 from .structs import SCRATCH_FIELDS, fill
 
 FORMATS = {
-    **{torch.float32: memory.F32, torch.bfloat16: memory.BF16, torch.float16: memory.F16, torch.float64: memory.F64},
-    **{torch.bool: memory.U8, torch.uint8: memory.U8},
+    torch.float32: memory.F32, torch.bfloat16: memory.BF16, torch.float16: memory.F16, torch.float64: memory.F64,
+    torch.bool: memory.U8, torch.uint8: memory.U8,
 }
 SMALL_FLOPS = 4_000_000  # below, about 50 us of work: waking threads costs more than it saves
 KEPT_SCRATCH_BYTES = 16 << 20  # a thread keeps scratch up to this size for its next call
@@ -133,13 +132,13 @@ def shared_fields(q, k, v, o, lse, plan: Plan, lanes: Lanes, block_m: int, block
     columns = 2 * lanes.width
     return {
         **{name: value for pair in zip("qkvo", (q, k, v, o), strict=True) for name, value in tensor_fields(*pair).items()},
-        **{"code": FORMATS[q.dtype], "dim": q.shape[-1], "value_dim": v.shape[-1]},
-        **{"dim_padded": round_up(q.shape[-1], columns), "value_dim_padded": round_up(v.shape[-1], columns)},
-        **{"heads_kv": heads_kv, "group": heads // heads_kv, "pack": pack, "softmax_scale": plan.softmax_scale},
-        **{"lse": lse.data_ptr(), "lse_b": lse_b, "lse_h": lse_h, "seq": plan.seq.data_ptr()},
-        **{"lo": plan.lo.data_ptr(), "hi": plan.hi.data_ptr(), "bounds_stride": plan.bounds_stride},
-        **{"block_m": block_m, "block_n": block_n, "span": span, "blocks_per_span": blocks_per_span},
-        **{"blocks": -(-rows // span) * blocks_per_span, "zeros": _ZEROS.ctypes.data},
+        "code": FORMATS[q.dtype], "dim": q.shape[-1], "value_dim": v.shape[-1],
+        "dim_padded": round_up(q.shape[-1], columns), "value_dim_padded": round_up(v.shape[-1], columns),
+        "heads_kv": heads_kv, "group": heads // heads_kv, "pack": pack, "softmax_scale": plan.softmax_scale,
+        "lse": lse.data_ptr(), "lse_b": lse_b, "lse_h": lse_h, "seq": plan.seq.data_ptr(),
+        "lo": plan.lo.data_ptr(), "hi": plan.hi.data_ptr(), "bounds_stride": plan.bounds_stride,
+        "block_m": block_m, "block_n": block_n, "span": span, "blocks_per_span": blocks_per_span,
+        "blocks": -(-rows // span) * blocks_per_span, "zeros": _ZEROS.ctypes.data,
         **modifier_fields(plan, accumulation_dtype(q.dtype)),
     }
 
@@ -157,7 +156,8 @@ def lane_sizes(lanes: Lanes, rows: int) -> dict[str, int]:
     """Bytes of the per-row fields of a block of `rows` lanes."""
     real, integer = lanes.bits // 8, 4
     halves = ("lane_lo", "lane_hi", "lane_first", "lane_second")
-    reals = ("lane_m", "lane_slope", "lane_max", "lane_sum", "lane_alpha", "lane_lse", "lane_delta", "lane_dslope")
+    reals = ("lane_m", "lane_slope", "lane_max", "lane_sum", "lane_alpha", "lane_lse", "lane_lse_rest")
+    reals += ("lane_slack", "lane_delta", "lane_dslope")
     sizes = {name: 8 * rows for name in SCRATCH_FIELDS if name.startswith(("lane_", "panel_"))}
     return sizes | dict.fromkeys(halves, integer * rows) | dict.fromkeys(reals, real * rows)
 

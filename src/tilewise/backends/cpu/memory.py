@@ -5,21 +5,18 @@ rounding to nearest even as it stores.
 """
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
 from .simd import Vector
 
-F32, BF16, F16, F64, U8 = range(5)  # storage formats; `format_bytes` knows their sizes
+F32, BF16, F16, F64, U8 = range(5)  # storage formats; indexes _FORMAT_BYTES
 
 _I64, _I32 = ir.IntType(64), ir.IntType(32)
 
 
-@njit
-def format_bytes(code):
-    """Bytes of one element of a storage format."""
-    return (4, 2, 2, 8, 1)[code]
+_FORMAT_BYTES = (4, 2, 2, 8, 1)
 
 
 def _at(builder, address, llvm_type, element_offset=None):
@@ -178,6 +175,19 @@ def _per_format(builder, code, codes, body, results=()):
 
 
 _READABLE, _WRITABLE = (F32, BF16, F16, F64, U8), (F32, BF16, F16, F64)
+
+
+@intrinsic
+def format_bytes(_context, code):
+    """Bytes of one element of a storage format."""
+
+    def codegen(context, builder, sig, args):
+        size = ir.Constant(_I64, _FORMAT_BYTES[0])
+        for c, other in enumerate(_FORMAT_BYTES[1:], 1):
+            size = builder.select(builder.icmp_signed("==", args[0], ir.Constant(_I64, c)), ir.Constant(_I64, other), size)
+        return size
+
+    return types.int64(types.int64), codegen
 
 
 @intrinsic

@@ -25,19 +25,7 @@ from .memory import (
     store_scalar,
     transpose,
 )
-from .simd import PANEL_VECTORS, any_true, element_bytes, fma, splat, vector_width
-
-
-@njit
-def panel_width(lanes):
-    """QP, the query rows of a panel."""
-    return PANEL_VECTORS * vector_width(lanes)
-
-
-@njit
-def round_up(x, multiple):
-    """The least multiple that is not below x."""
-    return (x + multiple - 1) // multiple * multiple
+from .simd import any_true, element_bytes, fma, panel_width, runtime, splat, total, vector_width
 
 
 @njit
@@ -91,6 +79,17 @@ def scatter_add_panel(lanes, panel, addresses, offset, step, first, last):
 
 
 @njit
+def add_lane_sums(lanes, panel, target, step, first, last):
+    """The element at target + n * step += the sum over lanes of panel[n]."""
+    width, columns, size = vector_width(lanes), panel_width(lanes), element_bytes(lanes)
+    for n in range(first, last):
+        sums = load(lanes, panel + n * columns * size)
+        for strip in range(width, columns, width):
+            sums = sums + load(lanes, panel + (n * columns + strip) * size)
+        put_real(lanes, target + n * step, 0, get_real(lanes, target + n * step, 0) + total(sums))
+
+
+@njit
 def fill_vectors(lanes, address, count, value):
     """Set `count` elements, a multiple of the vector width."""
     width, size = vector_width(lanes), element_bytes(lanes)
@@ -140,7 +139,7 @@ def multiply_panel(lanes, panel, factors, first, last):
 def pack_query_panel(lanes, panel, addresses, code, dim, dim_padded, scale):
     """panel[d][lane] = scale * row[lane][d], zero beyond dim."""
     columns = panel_width(lanes)
-    gather_panel(lanes, panel, addresses, 0, format_bytes(code), code, 0, dim)
+    gather_panel(lanes, panel, addresses, runtime(0), format_bytes(code), code, runtime(0), dim)
     scale_vectors(lanes, panel, dim * columns, scale)
     fill_vectors(lanes, panel + dim * columns * element_bytes(lanes), (dim_padded - dim) * columns, 0.0)
 

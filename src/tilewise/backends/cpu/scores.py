@@ -13,13 +13,26 @@ from tilewise import predicates
 from .blocks import LOG2E
 from .gemm import SCORE_ROWS, dot_tile
 from .memory import U8, get_real, load, load_i32, load_u32, store
-from .panels import gather_panel, panel_width
-from .simd import absolute, copy_sign, element_bytes, exp2m1, fma, select, splat, splat_i32, splat_u32, vector_width
+from .panels import gather_panel
+from .simd import (
+    absolute,
+    copy_sign,
+    element_bytes,
+    exp2m1,
+    inlined,
+    panel_width,
+    runtime,
+    select,
+    splat,
+    splat_i32,
+    splat_u32,
+    vector_width,
+)
 
 LARGEST_CAP_ARGUMENT = 60.0  # tanh is 1 in fp64 from 2^60 on; keeps exp2m1 finite in fp32
 
 
-@njit
+@inlined
 def dot_panel(lanes, panel, tile, tile_rows, query, dim_padded, k0, k1):
     """panel[n][lane] = sum over d of tile[n][d] * query[d][lane], for k0 <= n < k1."""
     columns, size, width = panel_width(lanes), element_bytes(lanes), 2 * vector_width(lanes)
@@ -107,7 +120,7 @@ def dropout_pass(lanes, a, panel, n0, k0, k1, firsts, seconds):
             store(lanes, at, select(bits >= threshold, load(lanes, at) * scale, zero))
 
 
-@njit
+@inlined
 def drop(lanes, a, s, p, panel, n0, k0, k1):
     """Dropout, if any, on a panel of block panel p."""
     if a.drop_threshold != 0:
@@ -115,7 +128,7 @@ def drop(lanes, a, s, p, panel, n0, k0, k1):
         dropout_pass(lanes, a, panel, n0, k0, k1, s.lane_first + lane, s.lane_second + lane)
 
 
-@njit
+@inlined
 def score_panel(lanes, a, s, p, panel, slope, n0, n1, k0, k1, masked, use_keep):
     """Scores of block panel p against the keys [n0 + k0, n0 + k1) of the tile [n0, n1), -inf where masked."""
     columns, size = panel_width(lanes), element_bytes(lanes)
@@ -131,13 +144,13 @@ def score_panel(lanes, a, s, p, panel, slope, n0, n1, k0, k1, masked, use_keep):
         gather_panel(lanes, s.extra, s.lane_bias + first * 8, n0 * a.bias_n, a.bias_n, a.bias_code, k0, known)
         bias_pass(lanes, panel, s.extra, k0, known)
     if use_keep:
-        gather_panel(lanes, s.extra, s.lane_keep + first * 8, n0 * a.keep_n, a.keep_n, U8, k0, known)
+        gather_panel(lanes, s.extra, s.lane_keep + first * 8, n0 * a.keep_n, a.keep_n, runtime(U8), k0, known)
         keep_pass(lanes, panel, s.extra, k0, known)
     if masked:
         interval_pass(lanes, panel, n0, n1, k0, k1, s.lane_lo + first * 4, s.lane_hi + first * 4)
 
 
-@njit
+@inlined
 def lane_sees(lanes, scores, n, lane):
     """Whether a score panel holds anything but -inf for this key and lane."""
     return get_real(lanes, scores, n * panel_width(lanes) + lane) != -math.inf

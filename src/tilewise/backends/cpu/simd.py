@@ -8,11 +8,14 @@ import operator
 from dataclasses import dataclass
 
 from llvmlite import ir
-from numba import types
+from numba import njit, types
 from numba.core import cgutils
 from numba.core.imputils import lower_constant
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
 from numba.extending import intrinsic, lower_builtin, models, register_model, typeof_impl
+
+# Helpers with one caller, and tiny ones, become part of their caller: each separate function costs compile time.
+inlined = njit(inline="always")
 
 PANEL_VECTORS = 3  # query rows of a panel, in vectors: a 4 x 3 tile of accumulators fills the 16 registers of AVX2
 
@@ -137,8 +140,8 @@ _ARITHMETIC = {
     operator.rshift: lambda b, vec, x, y: b.lshr(x, y),
 }
 _COMPARISONS = {
-    **{operator.lt: _compare("<"), operator.le: _compare("<="), operator.gt: _compare(">")},
-    **{operator.ge: _compare(">="), operator.eq: _compare("=="), operator.ne: _compare("!=")},
+    operator.lt: _compare("<"), operator.le: _compare("<="), operator.gt: _compare(">"),
+    operator.ge: _compare(">="), operator.eq: _compare("=="), operator.ne: _compare("!="),
 }
 
 
@@ -210,6 +213,18 @@ def vector_width(_context, lanes):
 def element_bytes(_context, lanes):
     """Bytes of one accumulation element, a compile-time constant."""
     return types.int64(lanes), lambda context, builder, sig, args: ir.Constant(ir.IntType(64), lanes.bits // 8)
+
+
+@intrinsic
+def panel_width(_context, lanes):
+    """QP, the query rows of a panel, a compile-time constant."""
+    return types.int64(lanes), lambda context, builder, sig, args: ir.Constant(ir.IntType(64), lanes.panel)
+
+
+@intrinsic
+def runtime(_context, x):
+    """A compile-time integer as an ordinary one: keeps Numba from compiling a variant of the callee for it."""
+    return types.int64(types.int64), lambda context, builder, sig, args: args[0]
 
 
 @intrinsic

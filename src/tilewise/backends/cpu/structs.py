@@ -1,6 +1,5 @@
 """What a kernel is told: one record of numbers and addresses. Address 0 means that the thing is absent."""
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,8 +30,8 @@ _BACKWARD = (
 #: Per-thread scratch: addresses, filled in by `bind_scratch`. `lane_*`: one entry per query row of the block.
 SCRATCH_FIELDS = (
     *("lane_q", "lane_o", "lane_bias", "lane_keep", "lane_lo", "lane_hi", "lane_m", "lane_slope", "lane_first"),
-    *("lane_second", "lane_index", "lane_head", "lane_max", "lane_sum", "lane_alpha", "lane_lse", "lane_delta"),
-    *("lane_do", "lane_dq", "lane_dbias", "lane_dslope"),
+    *("lane_second", "lane_index", "lane_head", "lane_max", "lane_sum", "lane_alpha", "lane_lse", "lane_lse_rest"),
+    *("lane_slack", "lane_delta", "lane_do", "lane_dq", "lane_dbias", "lane_dslope"),
     *("panel_lo", "panel_hi", "panel_all_lo", "panel_all_hi", "panel_k0", "panel_k1"),
     *("k_rows", "v_rows", "k_bad", "v_bad", "k", "v", "q_t", "q", "do_t", "do", "o_t", "dq_t", "dk", "dv"),
     *("score", "grad", "extra", "slope", "trash"),

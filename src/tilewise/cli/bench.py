@@ -1,0 +1,237 @@
+"""`tilewise bench`: speed against PyTorch's own attention, in one run, for results that were checked first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import Progress, TaskID
+
+import tilewise
+from tilewise.cli import measure
+from tilewise.cli.output import (
+    FAILED,
+    JsonFile,
+    PlotFile,
+    console,
+    dtype_of,
+    fail,
+    figure_file,
+    short,
+    stderr,
+    table,
+    write_json,
+)
+from tilewise.cli.problems import LONG, PROBLEMS, Shape, check, draw, ours, sdpa
+
+PASSES = ("forward", "backward")
+RIVALS = ("tilewise", "sdpa")
+
+
+@dataclass(frozen=True)
+class Result:
+    """One pass of one problem: seconds of both, and what they come to."""
+
+    shape: Shape
+    dtype: torch.dtype
+    name: str  # forward or backward
+    threads: int
+    flops: int
+    samples: dict[str, measure.Samples]  # by rival
+
+    @property
+    def ratio(self) -> float:
+        """How many times faster than SDPA."""
+        return self.samples["tilewise"].ratio_to(self.samples["sdpa"])
+
+    def gflops(self, rival: str) -> float:
+        return self.flops / self.samples[rival].median / 1e9
+
+    def to_dict(self) -> dict[str, Any]:
+        rivals = {
+            rival: {
+                "seconds": samples.median,
+                "spread": samples.spread,
+                "gflops": self.gflops(rival),
+                "cpu_seconds": [t.cpu for t in samples.timings],
+                "wall_seconds": [t.wall for t in samples.timings],
+            }
+            for rival, samples in self.samples.items()
+        }
+        head = {"shape": str(self.shape), "dtype": short(self.dtype), "pass": self.name, "threads": self.threads}
+        return head | {"flops": self.flops, "ratio": self.ratio, **rivals}
+
+
+def bench(
+    shape: Annotated[
+        list[str] | None,
+        typer.Option("--shape", help="BxHxSxD or BxH/HkvxSxD, with :causal behind it or not. Repeatable."),
+    ] = None,
+    dtype: Annotated[list[str] | None, typer.Option("--dtype", help="Repeatable.", show_default="fp32, bf16")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Timings of each pass of each contestant.")] = 11,
+    threads: Annotated[int, typer.Option(min=1, help="Threads. One counts CPU time, more count wall time.")] = 1,
+    two_threads: Annotated[
+        bool, typer.Option("--two-threads", help="Scaling: wall time on 1 and on 2 threads.")
+    ] = False,
+    json: JsonFile = None,
+    plot: PlotFile = None,
+) -> None:
+    """Compare speed with torch.nn.functional.scaled_dot_product_attention, forward and backward.
+
+    Both run in the same process, taking turns in every round. On one thread CPU time is counted, so that other programs
+    disturb little. A problem is timed only after its outputs and gradients agreed with a float64 reference. The default
+    problems take a quarter of an hour, most of it SDPA's bf16 backward at 8192 tokens.
+
+    Example: `tilewise bench --shape 1x8x1024x64:causal --dtype fp32 --rounds 5`
+    """
+    dtypes = [dtype_of(name) for name in dtype or ("fp32", "bf16")]
+    shapes = [Shape.parse(text) for text in shape] if shape else [LONG] if two_threads else [*PROBLEMS, LONG]
+    cases = [(s, d) for d in dtypes for s in shapes]
+    checked, refused = _check_all(cases)
+    cases = [case for case in cases if case not in refused]
+    counts = (1, 2) if two_threads else (threads,)
+    by = "wall" if two_threads or threads > 1 else "cpu"
+    results = _run(cases, counts, rounds, by)
+    data: dict[str, Any] = {
+        "time": by,
+        "rounds": rounds,
+        "checked": checked,
+        "refused": [f"{s} {short(d)}" for s, d in refused],
+    }
+    if two_threads:
+        _show_scaling(results)
+    elif results:
+        peaks = {d: _peak(d) * threads for d in dtypes}
+        _show(results, peaks, by, threads)
+        data |= {"fma_peak_gflops": {short(d): peak for d, peak in peaks.items()}, "geometric_means": _means(results)}
+    if plot is not None and results:
+        draw_bars(results, plot)
+    write_json(json, "bench", data | {"results": [r.to_dict() for r in results]})
+    if refused:
+        fail(f"{len(refused)} of {len(refused) + len(cases)} problems were refused: their results are wrong", FAILED)
+
+
+def _check_all(cases: Sequence[tuple[Shape, torch.dtype]]) -> tuple[list[str], list[tuple[Shape, torch.dtype]]]:
+    checked, refused = [], []
+    for case in cases:
+        try:
+            checked.append(check(*case))
+        except AssertionError as error:
+            refused.append(case)
+            stderr.print(f"refused: {case[0]} {short(case[1])} disagrees with the reference", style="bold red")
+            stderr.print(str(error), markup=False)
+    if checked:
+        console.print("checked against the float64 reference: " + "; ".join(checked))
+    return checked, refused
+
+
+def _run(cases: Sequence[tuple[Shape, torch.dtype]], counts: Sequence[int], rounds: int, by: str) -> list[Result]:
+    found = []
+    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
+        task = progress.add_task("measuring", total=len(cases) * len(counts) * rounds)
+        for shape, dtype in cases:
+            for threads in counts:
+                progress.update(task, description=f"{shape} {short(dtype)}, {threads} thread{'s'[: threads > 1]}")
+                found += _measure(shape, dtype, threads, rounds, by, _advance(progress, task))
+    return found
+
+
+def _advance(progress: Progress, task: TaskID) -> Callable[[], None]:
+    return lambda: progress.advance(task)
+
+
+def _measure(
+    shape: Shape, dtype: torch.dtype, threads: int, rounds: int, by: str, on_round: Callable[[], None]
+) -> list[Result]:
+    q, k, v, do = draw(shape, dtype)
+    account = tilewise.explain(q, k, v, causal=shape.causal).cost
+    theirs = [t.transpose(1, 2).contiguous() for t in (q, k, v, do)]
+    with measure.threads(threads):
+        passes = {
+            "tilewise": measure.passes(ours(shape), q, k, v, do=do),
+            "sdpa": measure.passes(sdpa(shape), *theirs[:3], do=theirs[3]),
+        }
+        contestants = {f"{rival} {name}": passes[rival][name] for name in PASSES for rival in RIVALS}
+        samples = measure.interleave(contestants, rounds, by, on_round=on_round)
+    return [
+        Result(shape, dtype, name, threads, getattr(account, name).flops, {r: samples[f"{r} {name}"] for r in RIVALS})
+        for name in PASSES
+    ]
+
+
+def _peak(dtype: torch.dtype) -> float:
+    """GFLOP/s of one core's FMA units in the precision in which this dtype is computed."""
+    from tilewise.backends.cpu.peak import fma_peak  # noqa: PLC0415  numba: only a run that needs it pays
+
+    return fma_peak(64 if dtype == torch.float64 else 32)
+
+
+def _means(results: Sequence[Result]) -> dict[str, float]:
+    """Geometric means of the ratios, by dtype and pass."""
+    groups: dict[str, list[float]] = {}
+    for r in results:
+        groups.setdefault(f"{short(r.dtype)} {r.name}", []).append(r.ratio)
+    return {name: math.exp(sum(map(math.log, ratios)) / len(ratios)) for name, ratios in groups.items()}
+
+
+def _show(results: Sequence[Result], peaks: dict[torch.dtype, float], by: str, threads: int) -> None:
+    columns = ["shape", "dtype", "pass", "tilewise", "SDPA", "GFLOP/s", "SDPA", "% peak", "faster"]
+    clock = "CPU time of one thread" if by == "cpu" else f"wall time of {threads} threads"
+    title = f"BxHxSxD, {clock}; median ± half the quartile distance"
+    rows = [
+        (
+            *(r.shape, short(r.dtype), r.name),
+            *(_time(r.samples[rival]) for rival in RIVALS),
+            *(f"{r.gflops(rival):.1f}" for rival in RIVALS),
+            *(f"{100 * r.gflops('tilewise') / peaks[r.dtype]:.0f}", f"{r.ratio:.2f}x"),
+        )
+        for r in results
+    ]
+    console.print(table(title, columns, rows, left=3))
+    lines = [f"{name} {mean:.2f}x" for name, mean in _means(results).items()]
+    console.print("faster than SDPA, geometric means: " + ", ".join(lines))
+    console.print("FMA peak: " + ", ".join(f"{short(d)} {peak:.0f} GFLOP/s" for d, peak in peaks.items()))
+
+
+def _show_scaling(results: Sequence[Result]) -> None:
+    pairs = [(a, b) for a in results for b in results if a.threads < b.threads and _same(a, b)]
+    rows = [
+        (
+            *(one.shape, short(one.dtype), one.name, rival),
+            *(_time(result.samples[rival]) for result in (one, two)),
+            f"{one.samples[rival].median / two.samples[rival].median:.2f}x",
+        )
+        for one, two in pairs
+        for rival in RIVALS
+    ]
+    columns = ["shape", "dtype", "pass", "who", "1 thread", "2 threads", "faster"]
+    console.print(table("Wall time on one and on two threads", columns, rows, left=4))
+
+
+def _same(a: Result, b: Result) -> bool:
+    return (a.shape, a.dtype, a.name) == (b.shape, b.dtype, b.name)
+
+
+def _time(samples: measure.Samples) -> str:
+    ms = samples.median * 1e3
+    return f"{ms:.{1 if ms >= 10 else 2}f} ms ±{100 * samples.spread:.0f}%"
+
+
+def draw_bars(results: Sequence[Result], path: Path) -> None:
+    """GFLOP/s of both, one panel per dtype."""
+    dtypes = list(dict.fromkeys(short(r.dtype) for r in results))
+    with figure_file(path, 8.0, 1.2 + 3.0 * len(dtypes)) as figure:
+        for axes, name in zip(figure.subplots(len(dtypes), squeeze=False)[:, 0], dtypes, strict=True):
+            shown = [r for r in results if short(r.dtype) == name]
+            for offset, rival in ((-0.2, "tilewise"), (0.2, "sdpa")):
+                at = [i + offset for i in range(len(shown))]
+                axes.bar(at, [r.gflops(rival) for r in shown], 0.4, label=rival)
+            labels = [f"{r.shape}\n{r.name}" + (f" {r.threads}T" if r.threads > 1 else "") for r in shown]
+            axes.set_xticks(range(len(shown)), labels, fontsize=7)
+            axes.set(ylabel="GFLOP/s", title=name)
+            axes.legend()

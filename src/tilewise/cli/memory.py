@@ -1,0 +1,162 @@
+"""`tilewise memory`: memory against sequence length, computed for every length and measured where it fits."""
+
+from __future__ import annotations
+
+import json as json_module
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import track
+
+from tilewise import cost
+from tilewise.cli.explain import integers
+from tilewise.cli.output import (
+    FAILED,
+    JsonFile,
+    PlotFile,
+    console,
+    dtype_of,
+    fail,
+    figure_file,
+    memory_bytes,
+    stderr,
+    table,
+    write_json,
+)
+from tilewise.explain import human
+from tilewise.problem import Problem
+from tilewise.spec import AttentionSpec, MaskTerm
+
+SHARE = 0.6  # of the memory that is free: a measured point may not push other programs out
+WHO = ("tilewise", "standard")
+LENGTHS = ",".join(str(1024 << i) for i in range(11))
+
+
+def memory(
+    lengths: Annotated[
+        str, typer.Option(help="Sequence lengths, separated by commas.", show_default="1024 to 1048576")
+    ] = LENGTHS,
+    batch: Annotated[int, typer.Option("--batch", "-B", min=1, help="Sequences.")] = 1,
+    heads: Annotated[int, typer.Option("--heads", "-H", min=1, help="Heads.")] = 4,
+    dim: Annotated[int, typer.Option("--dim", "-D", min=1, help="Head dim.")] = 64,
+    dtype: Annotated[str, typer.Option(help="fp32, fp64, bf16 or fp16.")] = "fp32",
+    causal: Annotated[bool, typer.Option("--causal/--full", help="Causal or full attention.")] = True,
+    measure_up_to: Annotated[int, typer.Option(help="The longest sequence that is also measured; 0 for none.")] = 8192,
+    gib: Annotated[float | None, typer.Option(help="Memory to fill, in GiB.", show_default="this machine's")] = None,
+    json: JsonFile = None,
+    plot: PlotFile = None,
+) -> None:
+    """Show bytes saved for backward, and the peak of a training step, of tilewise and of standard attention.
+
+    Standard attention keeps S and P, N x N each, in memory. The peak counts what comes on top of inputs, outputs and
+    gradients. Lengths that fit are also measured, each in a process of its own.
+
+    Example: `tilewise memory --lengths 1024,2048,4096 --heads 8`
+    """
+    ns = sorted(integers(lengths, "--lengths"))
+    if not ns or ns[0] < 1:
+        raise ValueError(f"--lengths must be >= 1, got {lengths!r}")
+    problems = {n: _problem(batch, heads, n, dim, dtype_of(dtype), causal) for n in ns}
+    points = [_model(n, problems[n]) for n in ns]
+    jobs = [(point, who) for point in points for who in WHO if point["N"] <= measure_up_to and _fits(point, who)]
+    shared = {"B": batch, "H": heads, "D": dim, "dtype": dtype, "causal": causal, "threads": torch.get_num_threads()}
+    for point, who in track(jobs, "measuring", console=stderr, transient=True, disable=not stderr.is_terminal):
+        point["measured"][who] = _measure({**shared, "who": who, "N": point["N"]})
+    total = memory_bytes() if gib is None else round(gib * 2**30)
+    limits = {who: cost.out_of_memory_point(problems[ns[0]], total, who == "standard") for who in WHO}
+    _show(points, limits, total)
+    slopes = _slopes(points)
+    for line in slopes.values():
+        console.print(line)
+    if plot is not None:
+        draw(points, total, plot)
+    data = {"problem": shared, "memory_bytes": total, "out_of_memory_at": limits, "points": points, "growth": slopes}
+    write_json(json, "memory", data)
+
+
+def _problem(B: int, H: int, n: int, D: int, dtype: torch.dtype, causal: bool) -> Problem:
+    spec = AttentionSpec((MaskTerm("causal", (None,), 0),) if causal else ())
+    return Problem(spec, B, H, H, n, n, D, D, dtype, "cpu", B * n, B * n)
+
+
+def _model(n: int, problem: Problem) -> dict[str, Any]:
+    found = {"tilewise": cost.memory(problem, 0, cost.workers_of(problem)), "standard": cost.standard_memory(problem)}
+    computed = {who: {"saved": m.saved, "peak": max(m.peak_forward, m.peak_backward)} for who, m in found.items()}
+    return {"N": n, "tensors": 2 * cost.tensor_bytes(problem), "computed": computed, "measured": {}}
+
+
+def _fits(point: dict[str, Any], who: str) -> bool:
+    return point["tensors"] + point["computed"][who]["peak"] < SHARE * _available_bytes()
+
+
+def _available_bytes() -> int:
+    info = Path("/proc/meminfo")
+    if info.exists():
+        line = next(line for line in info.read_text().splitlines() if line.startswith("MemAvailable"))
+        return min(int(line.split()[1]) * 1024, memory_bytes())
+    return memory_bytes()
+
+
+def _measure(point: dict[str, Any]) -> dict[str, int]:
+    command = [sys.executable, "-m", "tilewise.cli.memory_point", json_module.dumps(point)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}, perhaps out of memory"]
+        fail(f"measuring {point['who']} at N = {point['N']} failed: {last[0]}", FAILED)
+    return json_module.loads(done.stdout)
+
+
+def _show(points: Sequence[dict[str, Any]], limits: dict[str, int], total: int) -> None:
+    columns = ["N", *(f"{who}\n{what}" for who in WHO for what in ("saved", "measured", "peak", "measured")), "fits"]
+    rows = []
+    for point in points:
+        cells = [f"{point['N']:,}"]
+        for who in WHO:
+            for what in ("saved", "peak"):
+                cells.append(human(point["computed"][who][what], "B"))
+                cells.append(human(point["measured"][who][what], "B") if who in point["measured"] else "-")
+        fitting = [who for who in WHO if point["N"] <= limits[who]]
+        rows.append([*cells, {0: "no", 1: "".join(fitting), 2: "both"}[len(fitting)]])
+    title = "Bytes saved for backward, and peak beyond inputs, outputs and gradients"
+    console.print(table(title, columns, rows, left=0))
+    console.print(
+        f"A training step fits in {human(total, 'B')} up to N = {limits['standard']:,} with standard attention, "
+        f"N = {limits['tilewise']:,} with tilewise."
+    )
+
+
+def _slopes(points: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """What measured bytes gain from N to 2N and from 2N to 4N: twice as much if linear, four times if quadratic."""
+    lines = {}
+    for who in WHO:
+        measured = {point["N"]: point["measured"][who] for point in points if who in point["measured"]}
+        longest = max((n for n in measured if 2 * n in measured and 4 * n in measured), default=None)
+        if longest is None:
+            continue
+        parts = []
+        for what in ("saved", "peak"):
+            one, two, four = (measured[longest << i][what] for i in range(3))
+            times = f"x{(four - two) / (two - one):.2f}" if two > one else "not at all"
+            parts.append(f"{what} +{human(two - one, 'B')} then +{human(four - two, 'B')} ({times})")
+        lengths = ", ".join(f"{longest << i:,}" for i in range(3))
+        lines[who] = f"{who} grows over N = {lengths}: {'; '.join(parts)}; linear is x2, quadratic x4"
+    return lines
+
+
+def draw(points: Sequence[dict[str, Any]], total: int, path: Path) -> None:
+    """Computed bytes as lines, measured ones as dots, both axes logarithmic."""
+    with figure_file(path, 9.0, 4.2) as figure:
+        for axes, what in zip(figure.subplots(1, 2), ("saved", "peak"), strict=True):
+            for who, colour in zip(WHO, ("#2a6f97", "#d1495b"), strict=True):
+                axes.plot([p["N"] for p in points], [p["computed"][who][what] for p in points], color=colour, label=who)
+                dots = [(p["N"], p["measured"][who][what]) for p in points if who in p["measured"]]
+                axes.scatter(*zip(*dots, strict=True) if dots else ([], []), color=colour, s=18)
+            axes.axhline(total, color="grey", linestyle=":", label="memory of this machine")
+            axes.set(xscale="log", yscale="log", xlabel="sequence length N", ylabel="bytes")
+            axes.set_title({"saved": "saved for backward", "peak": "peak beyond outputs and gradients"}[what])
+            axes.legend(loc="lower right")

@@ -1,0 +1,81 @@
+"""One measured point of `tilewise memory`: a training step in a process of its own, `python -m tilewise.cli.memory_point`.
+
+A fresh process, because the peak of a process never falls and freed memory of one point would serve the next.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tilewise
+from tilewise.cli.output import dtype_of
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def standard_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Attention as its formula reads, S and P in memory (FlashAttention, algorithm 0)."""
+    S = (q * q.shape[-1] ** -0.5).transpose(1, 2) @ k.permute(0, 2, 3, 1)
+    if causal:
+        S.masked_fill_(torch.ones(S.shape[-2:], dtype=torch.bool).triu_(1), -torch.inf)
+    return (S.softmax(-1) @ v.transpose(1, 2)).transpose(1, 2)
+
+
+def measure(who: str, B: int, H: int, N: int, D: int, dtype: str, causal: bool, threads: int) -> dict[str, int]:
+    """Bytes saved for backward, and the peak above inputs, outputs and gradients, of one training step."""
+    torch.set_num_threads(threads)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return standard_attention(q, k, v, causal) if who == "standard" else tilewise.attention(q, k, v, causal=causal)
+
+    def inputs(n: int) -> list[Tensor]:
+        drawn = [torch.randn(B, n, H, D).to(dtype_of(dtype)) for _ in range(4)]
+        return [t.requires_grad_() for t in drawn[:3]] + drawn[3:]
+
+    *leaves, do = inputs(64)  # compile, start threads, fill caches
+    torch.autograd.grad(attend(*leaves), leaves, do)
+    *leaves, do = inputs(N)
+    base = _reset_peak()
+    saved: dict[int, int] = {}
+
+    def keep(t: Tensor) -> Tensor:
+        saved[t.untyped_storage().data_ptr()] = t.numel() * t.element_size()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        o = attend(*leaves)
+    gradients = torch.autograd.grad(o, leaves, do)
+    known = sum(t.numel() * t.element_size() for t in (o, *gradients))
+    return {"saved": sum(saved.values()), "peak": max(_peak() - base - known, 0)}
+
+
+def _reset_peak() -> int:
+    """Bytes resident now; the peak counts from here where the system can reset it (Linux)."""
+    if _CLEAR.exists():
+        _CLEAR.write_text("5")
+        return _status("VmRSS")
+    return _peak()
+
+
+def _peak() -> int:
+    if _STATUS.exists():
+        return _status("VmHWM")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _status(field: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    point: dict[str, Any] = json.loads(sys.argv[1])
+    print(json.dumps(measure(**point)))
