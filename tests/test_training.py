@@ -31,6 +31,7 @@ from tilewise.training.compare import Comparison, Variant, in_words
 from tilewise.training.config import ATTENTIONS
 from tilewise.training.data import IGNORE, Batch, TokenStream
 from tilewise.training.errors import MissingPackageError, optional_package
+from tilewise.training.progress import TrainingProgress
 from tilewise.training.session import load_model, resume, start
 from tilewise.training.tokenizer import BpeTokenizer, ByteTokenizer
 
@@ -430,6 +431,15 @@ def test_train_resume_and_sample(texts, tmp_path):
     command = ("sample", run, "--prompt", "def", "--tokens", 20, "--seed", 3)
     assert invoke(*command).startswith("def") and invoke(*command) == invoke(*command)
     assert load_model(run / "checkpoints" / "step-000006.pt")[0].config.steps == 6
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(texts, tmp_path, monkeypatch):
+    run = tmp_path / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr(TrainingProgress, "on_step", lambda self, result: os.kill(os.getpid(), signal.SIGINT))
+        text = invoke("train", *SMALL, "--data", texts, "--out", run, code=130)
+    assert f"stopped after step 1; go on with: tilewise train --resume {run}" in text
+    assert "resuming after step 1 of 4" in invoke("train", "--resume", run)
 
 
 def test_train_with_bpe(texts, tmp_path):

@@ -15,7 +15,7 @@ NO_KEY = 2**31 - 1  # larger than every key position
 KEY_STEP = 4  # keys per micro-kernel call: the key range of a panel is rounded out to multiples of it
 
 SCRATCH_COUNT = len(SCRATCH_FIELDS)
-Q_START, Q_LEN, K_START, _K_LEN, SHIFT = range(5)  # columns of Plan.seq
+Q_START, Q_LEN, K_START, K_LEN, SHIFT = range(5)  # columns of Plan.seq
 SEQ_COLUMNS = 5
 
 _DROPOUT = (predicates._mix32, predicates._absorb, predicates.dropout_row_keys, predicates.dropout_bits)

@@ -8,6 +8,7 @@ from numba import njit
 from torch import Tensor
 
 from .blocks import (
+    K_LEN,
     K_START,
     LN2,
     LOG2E,
@@ -20,7 +21,7 @@ from .blocks import (
     tile_entries,
     tile_entry,
 )
-from .configs import FwdConfig
+from .configs import FwdConfig, pick_forward
 from .gemm import SCORE_ROWS, mix_rescale_tile
 from .host import host_lanes
 from .launch import (
@@ -51,6 +52,7 @@ from .panels import (
     list_rows,
     pack_query_panel,
     pack_tile,
+    prefetch_rows,
     scale_panel,
     scatter_panel,
     set_bad_rows_aside,
@@ -90,11 +92,11 @@ def mix_panel(lanes, a, s, panel, out, alphas, k0, k1):
     """O^T = alpha O^T + V^T P^T over the keys [k0, k1) of the tile."""
     columns, size, width = panel_width(lanes), element_bytes(lanes), 2 * vector_width(lanes)
     weights = panel + k0 * columns * size
-    for c in range(0, a.value_dim, SCORE_ROWS):
-        values = s.v + ((c // width * a.block_n + k0) * width + c % width) * size
-        mix_rescale_tile(
-            lanes, out + c * columns * size, values, 4 * width * size, weights, (k1 - k0) // 4, alphas
-        )
+    for c in range(0, a.value_dim, width):
+        values = s.v + (c // width * a.block_n + k0) * width * size
+        tiles = (min(width, a.value_dim - c) + SCORE_ROWS - 1) // SCORE_ROWS
+        target = out + c * columns * size
+        mix_rescale_tile(lanes, target, values, 4 * width * size, weights, (k1 - k0) // 4, alphas, tiles)
 
 
 @inlined
@@ -125,7 +127,12 @@ def forward_tile(lanes, a, s, b, head_kv, n0, n1, panels, use_keep):
     bad = 0
     if pack_tile(lanes, s.v, a.block_n, s.v_rows, n, padded, a.code, a.value_dim, a.value_dim_padded):
         bad = set_bad_rows_aside(lanes, s.v, a.block_n, n, a.value_dim_padded, s.v_bad)
+    # The next tile's rows come from a far cache: they are asked for while this tile is worked on.
+    ahead = min(n, get_i64(a.seq, b * SEQ_COLUMNS + K_LEN) - n1)
     for p in range(panels):
+        first, last = ahead * p // panels, ahead * (p + 1) // panels
+        prefetch_rows(get_i64(s.k_rows, 0) + n * a.k_s, a.k_s, first, last, a.dim * format_bytes(a.code))
+        prefetch_rows(get_i64(s.v_rows, 0) + n * a.v_s, a.v_s, first, last, a.value_dim * format_bytes(a.code))
         k0, k1, masked = panel_keys(s, p, n0, n1)
         if k0 >= k1:
             continue
@@ -223,9 +230,9 @@ def forward_layout(lanes: Lanes, block_m: int, block_n: int, dim: int, value_dim
     )
 
 
-def forward_config(jobs_of_a_row: int, rows: int, threads: int, lanes: Lanes) -> FwdConfig:
+def forward_config(jobs_of_a_row: int, rows: int, dim: int, threads: int, lanes: Lanes) -> FwdConfig:
     """The measured default, with shorter blocks where there would be too few jobs to share."""
-    config = FwdConfig()
+    config = pick_forward(dim)
     block_m = max(config.block_m // lanes.panel, 1) * lanes.panel
     while block_m > lanes.panel and jobs_of_a_row * -(-rows // block_m) < 4 * threads:
         block_m = (block_m // lanes.panel + 1) // 2 * lanes.panel
@@ -258,7 +265,7 @@ def forward(
         o.zero_()
         lse.fill_(-math.inf)
     threads = thread_count(4.0 * batch * heads * plan.max_q * plan.max_k * q.shape[-1])
-    config = forward_config(batch * heads, plan.max_q, threads, lanes)
+    config = forward_config(batch * heads, plan.max_q, max(q.shape[-1], v.shape[-1]), threads, lanes)
     fields = shared_fields(q, k, v, o, lse, plan, lanes, config.block_m, config.block_n)
     fields["max_logit"] = max_logit.data_ptr()
     fields["jobs"] = batch * (heads // fields["pack"]) * fields["blocks"]

@@ -112,31 +112,49 @@ def _emit_finish(builder, tile: Tile, vec, c, alpha, acc):
 
 
 def _tile_function(module, name, tile: Tile, vec):
-    """The tile as an LLVM function of its own, so that its registers are allocated apart from the caller's."""
+    """Consecutive tiles as an LLVM function of its own, so that its registers are allocated apart from the caller's."""
     full_name = f"tilewise_{name}_{vec.kind}x{vec.width}"
     if full_name in module.globals:
         return module.globals[full_name]
-    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [_I64] * 6), full_name)
+    function = ir.Function(module, ir.FunctionType(ir.VoidType(), [_I64] * 7), full_name)
     function.linkage = "internal"
     function.attributes.add("noinline")
     builder = ir.IRBuilder(function.append_basic_block("entry"))
-    c, a, a_chunk, b, chunks, alpha = function.args
-    acc = _emit_loop(builder, tile, vec, a, a_chunk, b, chunks)
-    _emit_finish(builder, tile, vec, c, alpha, acc)
+    c, a, a_chunk, b, chunks, alpha, tiles = function.args
+    entry, body, done = builder.block, builder.append_basic_block("tile"), builder.append_basic_block("end")
+    builder.branch(body)
+    builder.position_at_end(body)
+    left, c_at, a_at = (builder.phi(_I64) for _ in range(3))
+    acc = _emit_loop(builder, tile, vec, a_at, a_chunk, b, chunks)
+    _emit_finish(builder, tile, vec, c_at, alpha, acc)
+    element_bytes = vec.bits // 8
+    steps = (
+        (left, tiles, builder.sub(left, ir.Constant(_I64, 1))),
+        (c_at, c, builder.add(c_at, ir.Constant(_I64, tile.rows * tile.vectors * vec.width * element_bytes))),
+        (a_at, a, builder.add(a_at, ir.Constant(_I64, tile.rows * tile.a_row * element_bytes))),
+    )
+    for phi, first, following in steps:
+        phi.add_incoming(first, entry)
+        phi.add_incoming(following, builder.block)
+    builder.cbranch(builder.icmp_signed(">", steps[0][2], ir.Constant(_I64, 0)), body, done)
+    builder.position_at_end(done)
     builder.ret_void()
     return function
 
 
 def gemm_tile(name: str, shape: Callable):
-    """A Numba function `(lanes, c, a, a_chunk_bytes, b, chunks, alpha)` for the tile `shape(lanes)`; chunks >= 1."""
+    """A Numba function `(lanes, c, a, a_chunk_bytes, b, chunks, alpha, tiles)` for the tile `shape(lanes)`.
+
+    It computes `tiles` >= 1 tiles below each other, each over `chunks` >= 1 chunks of k.
+    """
 
     @intrinsic
-    def tile(_context, lanes, c, a, a_chunk, b, chunks, alpha):
+    def tile(_context, lanes, c, a, a_chunk, b, chunks, alpha, tiles):
         def codegen(context, builder, sig, args):
             function = _tile_function(builder.module, name, shape(lanes), lanes.vector)
             builder.call(function, args[1:])
 
-        return types.void(lanes, *(types.int64,) * 6), codegen
+        return types.void(lanes, *(types.int64,) * 7), codegen
 
     return tile
 

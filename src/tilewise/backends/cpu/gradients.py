@@ -7,7 +7,15 @@ from numba import njit
 from .blocks import K_START, LOG2E, Q_START, SEQ_COLUMNS, panel_keys
 from .gemm import GRAD_ROWS, SCORE_ROWS, mix_add_tile, outer_tile
 from .memory import get_i64, get_real, load, put_i64, put_real, store
-from .panels import fill_vectors, list_rows, multiply_panel, pack_tile, scatter_add_panel, set_bad_rows_aside
+from .panels import (
+    add_lane_sums,
+    fill_vectors,
+    list_rows,
+    multiply_panel,
+    pack_tile,
+    scatter_add_panel,
+    set_bad_rows_aside,
+)
 from .scores import dot_panel, drop, score_panel
 from .simd import absolute, element_bytes, exp2, fma, inlined, panel_width, select, splat, vector_width
 
@@ -130,9 +138,10 @@ def add_query_gradient(lanes, a, s, p):
         return
     out = s.dq_t + p * columns * a.dim_padded * size
     weights = s.grad + (p * a.block_n + k0) * columns * size
-    for c in range(0, a.dim, SCORE_ROWS):
-        keys = s.k + ((c // width * a.block_n + k0) * width + c % width) * size
-        mix_add_tile(lanes, out + c * columns * size, keys, 4 * width * size, weights, (k1 - k0) // 4, 0)
+    for c in range(0, a.dim, width):
+        keys = s.k + (c // width * a.block_n + k0) * width * size
+        tiles = (min(width, a.dim - c) + SCORE_ROWS - 1) // SCORE_ROWS
+        mix_add_tile(lanes, out + c * columns * size, keys, 4 * width * size, weights, (k1 - k0) // 4, 0, tiles)
 
 
 @njit
@@ -151,7 +160,7 @@ def add_key_gradient(lanes, a, s, panels, padded, weights, rows, out, dim):
         for c in range(0, dim, width):
             vectors = rows + (c // width * a.block_m + first * columns) * width * size
             target = out + (c // width * a.chunk_rows + n) * width * size
-            outer_tile(lanes, target, scalars, panel_bytes, vectors, end - first, 0)
+            outer_tile(lanes, target, scalars, panel_bytes, vectors, end - first, 0, 1)
 
 
 @njit

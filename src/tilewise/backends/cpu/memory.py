@@ -9,7 +9,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .simd import Vector
+from .simd import Vector, emit_fma
 
 F32, BF16, F16, F64, U8 = range(5)  # storage formats; indexes _FORMAT_BYTES
 
@@ -234,6 +234,64 @@ def store_format(_context, lanes, address, code, value):
         _per_format(builder, args[2], _WRITABLE, lambda c: _narrow(builder, c, args[1], args[3]))
 
     return types.void(lanes, types.int64, types.int64, lanes.vector), codegen
+
+
+@intrinsic
+def copy_row(_context, lanes, target, panel_bytes, source, panels, code):
+    """Widen `panels` column panels (2 W elements each) of one row into memory `panel_bytes` apart.
+
+    Returns a vector that is 0 unless an element is Inf or NaN. One switch per row: a switch per vector costs more than
+    the copy.
+    """
+    vec = lanes.vector
+    half = vec.width * vec.bits // 8
+    zero = ir.Constant(vec.llvm, [0.0] * vec.width)
+
+    def codegen(context, builder, sig, args):
+        _, target, panel_bytes, source, panels, code = args
+
+        def body(c):
+            step = ir.Constant(_I64, 2 * vec.width * _FORMAT_BYTES[c])
+            entry, loop, done = builder.block, builder.append_basic_block("panel"), builder.append_basic_block("copied")
+            builder.branch(loop)
+            builder.position_at_end(loop)
+            left, to, at = (builder.phi(_I64) for _ in range(3))
+            check = builder.phi(vec.llvm)
+            found = check
+            for i in range(2):
+                offset = ir.Constant(_I64, i * vec.width * _FORMAT_BYTES[c])
+                value = _widen(builder, c, builder.add(at, offset), vec.element, vec.width)
+                builder.store(value, _at(builder, builder.add(to, ir.Constant(_I64, i * half)), vec.llvm), align=4)
+                found = emit_fma(builder, value, zero, found)
+            following = builder.sub(left, ir.Constant(_I64, 1))
+            for phi, first, then in (
+                (left, panels, following),
+                (to, target, builder.add(to, panel_bytes)),
+                (at, source, builder.add(at, step)),
+                (check, zero, found),
+            ):
+                phi.add_incoming(first, entry)
+                phi.add_incoming(then, loop)
+            builder.cbranch(builder.icmp_signed(">", following, ir.Constant(_I64, 0)), loop, done)
+            builder.position_at_end(done)
+            return [found]
+
+        return _per_format(builder, code, _WRITABLE, body, [vec.llvm])[0]
+
+    return vec(lanes, *(types.int64,) * 5), codegen
+
+
+@intrinsic
+def prefetch(_context, address):
+    """Ask for the cache line at an address, into the second-level cache."""
+
+    def codegen(context, builder, sig, args):
+        pointer = _at(builder, args[0], ir.IntType(8))
+        numbers = [ir.Constant(_I32, n) for n in (0, 2, 1)]  # read, moderate locality, data
+        kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
+        builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0"), [pointer, *numbers])
+
+    return types.void(types.int64), codegen
 
 
 # ---- W x W blocks ----------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from numba import njit
 
 from .memory import (
     add_rows,
+    copy_row,
     format_bytes,
     get_i64,
     get_real,
@@ -16,6 +17,7 @@ from .memory import (
     load_format,
     load_rows,
     load_scalar,
+    prefetch,
     put_i64,
     put_real,
     store,
@@ -152,15 +154,26 @@ def list_rows(addresses, start, stride, count):
 
 
 @njit
+def prefetch_rows(start, stride, first, last, row_bytes):
+    """Ask for rows [first, last), `stride` bytes apart."""
+    for row in range(first, last):
+        for offset in range(0, row_bytes, 64):
+            prefetch(start + row * stride + offset)
+
+
+@njit
 def pack_tile(lanes, tile, tile_rows, addresses, count, padded, code, dim, dim_padded):
     """tile[row][c] = the row at addresses[row], zero beyond; returns whether an Inf or NaN is among the values."""
     width, size, step = vector_width(lanes), element_bytes(lanes), format_bytes(code)
     columns, whole = 2 * vector_width(lanes), dim // vector_width(lanes) * vector_width(lanes)
     zero = splat(lanes, 0.0)
     check, poison = zero, 0.0
+    panels = dim // columns
     for row in range(count):
         source = get_i64(addresses, row)
-        for c in range(0, whole, width):
+        if panels > 0:
+            check = check + copy_row(lanes, tile + row * columns * size, tile_rows * columns * size, source, panels, code)
+        for c in range(panels * columns, whole, width):
             value = load_format(lanes, source + c * step, code)
             check = fma(value, zero, check)  # 0 stays 0 unless a value is Inf or NaN
             store(lanes, tile + ((c // columns * tile_rows + row) * columns + c % columns) * size, value)

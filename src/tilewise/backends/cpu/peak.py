@@ -16,7 +16,7 @@ def fma_peak(bits: int = 32, depth: int = 128, seconds: float = 0.2) -> float:
     @njit(types.void(*(types.int64,) * 6), nogil=True)
     def repeat(c, a, a_chunk, b, chunks, times):
         for _ in range(times):
-            dot_tile(lanes, c, a, a_chunk, b, chunks, 0)
+            dot_tile(lanes, c, a, a_chunk, b, chunks, 0, 1)
 
     columns = 2 * lanes.width
     dtype = np.float32 if bits == 32 else np.float64

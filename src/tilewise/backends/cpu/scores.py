@@ -34,11 +34,11 @@ LARGEST_CAP_ARGUMENT = 60.0  # tanh is 1 in fp64 from 2^60 on; keeps exp2m1 fini
 
 @inlined
 def dot_panel(lanes, panel, tile, tile_rows, query, dim_padded, k0, k1):
-    """panel[n][lane] = sum over d of tile[n][d] * query[d][lane], for k0 <= n < k1."""
+    """panel[n][lane] = sum over d of tile[n][d] * query[d][lane], for k0 <= n < k1, not empty."""
     columns, size, width = panel_width(lanes), element_bytes(lanes), 2 * vector_width(lanes)
-    for n in range(k0, k1, SCORE_ROWS):
-        rows = tile + n * width * size
-        dot_tile(lanes, panel + n * columns * size, rows, tile_rows * width * size, query, dim_padded // width, 0)
+    rows, tiles = tile + k0 * width * size, (k1 - k0) // SCORE_ROWS
+    target = panel + k0 * columns * size
+    dot_tile(lanes, target, rows, tile_rows * width * size, query, dim_padded // width, 0, tiles)
 
 
 @njit
