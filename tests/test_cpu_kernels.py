@@ -1,6 +1,7 @@
 """The CPU kernels against a dense fp64 oracle written here, from nothing but a `Plan`."""
 
 import dataclasses
+import importlib.util
 import math
 import os
 import threading
@@ -93,8 +94,18 @@ CASES = {
     "dropout, fp64": Case(H=4, dropout_p=0.3, dtype=F64),
     "logits of 1e5": Case(gain=3e4, window=(None, 0)),
     "everything": Case(
-        **dict(B=2, H=4, Sq=100, Sk=130, window=(60, 2), softcap=10.0, alibi=True, bias="hmn", sinks=True),
-        **dict(keep=True, dropout_p=0.1, threads=2),
+        B=2,
+        H=4,
+        Sq=100,
+        Sk=130,
+        window=(60, 2),
+        softcap=10.0,
+        alibi=True,
+        bias="hmn",
+        sinks=True,
+        keep=True,
+        dropout_p=0.1,
+        threads=2,
     ),
     "4 lanes": Case(lanes=Lanes(32, 4), window=(None, 0), softcap=9.0, bias="mn", keep=True, dropout_p=0.1),
     "16 lanes": Case(lanes=Lanes(32, 16), window=(None, 0), softcap=9.0, bias="mn", keep=True, dropout_p=0.1),
@@ -199,7 +210,13 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     lo, hi = intervals(case, seq)
     scale = case.D**-0.5
     plan = Plan(
-        **dict(seq=seq, max_q=max_q, max_k=max_k, lo=lo, hi=hi, bounds_stride=0, softmax_scale=scale),
+        seq=seq,
+        max_q=max_q,
+        max_k=max_k,
+        lo=lo,
+        hi=hi,
+        bounds_stride=0,
+        softmax_scale=scale,
         **dict(softcap=case.softcap, dropout_p=case.dropout_p, seed=-12345678901234567, **extra),
     )
     do = normal(*rows_q, case.H, case.Dv)
@@ -263,8 +280,10 @@ def run_oracle(case: Case, inputs: Inputs, dtype: torch.dtype | None) -> dict[st
         n: (x if dtype is None else x.to(dtype)).detach().clone().requires_grad_() for n, x in inputs.leaves.items()
     }
     o, lse, highest = oracle(case, inputs.plan, **leaves)
-    finite = lse != -math.inf
-    (o * inputs.do.to(o.dtype)).sum().add((lse[finite] * inputs.dlse.to(lse.dtype)[finite]).sum()).backward()
+    seen = lse != -math.inf
+    loss = (o * inputs.do.to(o.dtype)).sum() + (lse[seen] * inputs.dlse.to(lse.dtype)[seen]).sum()
+    if loss.requires_grad:  # not where there is no query at all
+        loss.backward()
     grads = {f"d{name}": torch.zeros_like(x) if x.grad is None else x.grad for name, x in leaves.items()}
     return {"o": o.detach(), "lse": lse.detach(), "max_logit": highest.detach(), **grads}
 
@@ -421,3 +440,22 @@ def test_after_fork():
         same = (o.numpy() == expected.numpy()).all()  # torch's own parallel loops hang after fork
         os._exit(0 if same else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_edited_helpers_leave_no_stale_cache(tmp_path):
+    """Numba's disk cache knows only the kernel's own file; the hash of all sources in `Lanes` tells it of the others."""
+    path = tmp_path / "cached_kernel.py"
+    path.write_text(
+        "from tilewise.backends.cpu.launch import compile_kernel\n"
+        "from tilewise.backends.cpu.simd import Lanes, vector_width\n\n\n"
+        "def build(sources):\n"
+        "    lanes = Lanes(32, 4, sources)\n\n"
+        "    def kernel(address):\n"
+        "        vector_width(lanes)\n\n"
+        "    return compile_kernel(kernel).stats\n"
+    )
+    module_spec = importlib.util.spec_from_file_location("cached_kernel", path)
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    assert module.build("before").cache_misses and module.build("before").cache_hits
+    assert module.build("after").cache_misses

@@ -8,7 +8,8 @@ import torch
 
 import tilewise
 from tilewise import dispatch
-from tilewise.explain import human, picture
+from tilewise.explain import picture
+from tilewise.page import human
 
 
 def _tensors(sq=40, sk=48, H=4, Hkv=2, D=16, dtype=torch.float32):

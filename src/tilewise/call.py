@@ -89,7 +89,10 @@ def problem_of(signatures: tuple, spec: AttentionSpec, max_q: int, max_k: int) -
 
 
 def _describe(q, k, v, masks, align, named, softcap, dropout_p, softmax_scale, deterministic, generator, max_q, max_k):
-    if dropout_p:
+    # Numbers before the cache below: a tensor would be found there by identity, whatever it holds by then.
+    cap = None if softcap is None else check_number(softcap, "softcap", 0.0, inf) or None
+    p = check_number(dropout_p, "dropout_p", 0.0, 1.0) if isinstance(dropout_p, Tensor) or dropout_p != 0 else 0.0
+    if p:
         named["seed"] = torch.randint(0, 2**63 - 1, (1,), generator=generator, dtype=torch.int64)
     present = tuple(name for name in TENSORS if named.get(name) is not None)
     terms, mask_tensors = _terms(masks)
@@ -99,17 +102,16 @@ def _describe(q, k, v, masks, align, named, softcap, dropout_p, softmax_scale, d
             raise TypeError(f"{name} must be a tensor or None, got {describe(t)}")
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k, v)
-    make_spec = _make_spec_uncached if torch.compiler.is_compiling() else _make_spec
-    spec = make_spec(terms, align, softcap, dropout_p, bool(deterministic), present)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else check_number(softmax_scale, "softmax_scale", -inf, inf)
+    make_spec = AttentionSpec if torch.compiler.is_compiling() else _make_spec
+    spec = make_spec(terms, align, cap, p, bool(deterministic), present)
+    scale = _default_scale(q) if softmax_scale is None else check_number(softmax_scale, "softmax_scale", -inf, inf)
     signatures = tuple((t.shape, t.dtype, t.device) for t in (q, k, v, *aux))
     return Call(q, k, v, aux, spec, scale, max_q, max_k, signatures)
 
 
-def _make_spec_uncached(terms, align, softcap, dropout_p, deterministic, present) -> AttentionSpec:
-    cap = None if softcap is None or softcap == 0 else check_number(softcap, "softcap", 0.0, inf)
-    p = check_number(dropout_p, "dropout_p", 0.0, 1.0)
-    return AttentionSpec(terms, align, cap, p, deterministic, present)
+def _default_scale(q: Tensor) -> float:
+    """``D ** -0.5``; for shapes that the checks are about to refuse, any number."""
+    return q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] > 0 else 1.0
 
 
 def _checked_uncached(signatures, spec, max_q, max_k, backend) -> str:
@@ -117,7 +119,7 @@ def _checked_uncached(signatures, spec, max_q, max_k, backend) -> str:
 
 
 # A training loop makes the same few calls for ever: their spec, checks and backend are found here.
-_make_spec = lru_cache(maxsize=1024)(_make_spec_uncached)
+_make_spec = lru_cache(maxsize=1024)(AttentionSpec)
 _checked = lru_cache(maxsize=4096)(_checked_uncached)
 
 

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
-import io
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 
 from tilewise import api, dispatch
-from tilewise.backends.base import FEATURES
 from tilewise.call import Call, dense_call, packed_call, problem_of
 from tilewise.cost import BLOCK, FULL, MASKED, SKIPPED, Cost, TilePlan, cost, tile_plan
 from tilewise.problem import Problem
@@ -56,36 +52,16 @@ class Explanation:
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
 
-    def __rich__(self) -> RenderableType:
-        return Group(self._summary(), *self._picture(), _account(self.cost))
+    def __rich__(self):
+        return _page().render(self)
 
     def __str__(self) -> str:
-        page = io.StringIO()
-        Console(file=page, width=100, color_system=None).print(self)
-        return "\n".join(line.rstrip() for line in page.getvalue().splitlines())
+        return _page().text(self)
 
-    def _summary(self) -> Table:
-        p = self.problem
-        grid = Table.grid(padding=(0, 2))
-        heads = f"{p.H} heads" if p.G == 1 else f"{p.H} query heads on {p.Hkv} kv heads"
-        dims = f"head dim {p.D}" if p.D == p.Dv else f"head dims {p.D} (q, k) and {p.Dv} (v)"
-        batch = f"{p.B} packed sequences of at most" if p.spec.varlen else f"batch {p.B},"
-        dtype = str(p.dtype).removeprefix("torch.")
-        grid.add_row("call", f"{batch} {p.Sq} queries x {p.Sk} keys, {heads}, {dims}, {dtype} on {p.device}")
-        grid.add_row("features", ", ".join(FEATURES[f] for f in self.features) or "none beyond plain attention")
-        grid.add_row("backend", self.backend or Text("none can take this call", style="bold red"))
-        for name, reasons in self.refusals.items():
-            grid.add_row(f"  not {name}", "; ".join(reasons))
-        tiles = self.cost.tiles
-        blocks = f"{self.plan.block_m} rows x {self.plan.block_n} keys" if self.plan else "none"
-        counts = f"{tiles.full:,} full, {tiles.masked:,} masked, {tiles.skipped:,} skipped over all heads and sequences"
-        grid.add_row("tiles", f"{blocks}: {counts}")
-        return grid
 
-    def _picture(self) -> list[RenderableType]:
-        if self.plan is None:
-            return []
-        return [Text(line) for line in ("", *picture(self.plan), LEGEND, "")]
+def _page() -> Any:
+    """The module that draws explanations, with rich, which `import tilewise` does not need."""
+    return importlib.import_module("tilewise.page")
 
 
 def explain(
@@ -146,18 +122,6 @@ def _pool(grid: Tensor, step: int, pick: Callable[..., Tensor]) -> Tensor:
     return torch.stack([pick(part, dim=1) for part in columns.split(step, dim=1)], dim=1) if grid.numel() else grid
 
 
-def human(value: float, unit: str) -> str:
-    """A number with its unit and a decimal prefix, for bytes a binary one: ``human(2048, "B") == "2.0 KiB"``."""
-    base, prefixes = (
-        (1024.0, ("", "Ki", "Mi", "Gi", "Ti", "Pi")) if unit == "B" else (1e3, ("", "k", "M", "G", "T", "P"))
-    )
-    power = 0
-    while abs(value) >= base and power < len(prefixes) - 1:
-        value, power = value / base, power + 1
-    digits = 1 if power and abs(value) < 100 else 0
-    return f"{value:,.{digits}f} {prefixes[power]}{unit}"
-
-
 def _call(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[Call, str | None]:
     packed = "cu_seqlens_q" in options
     given = inspect.signature(api.attention_varlen if packed else api.attention).bind(q, k, v, **options)
@@ -178,29 +142,6 @@ def _choose(problem: Problem, backend: str | None) -> tuple[str | None, dict[str
     except dispatch.NoBackendError:
         chosen = None
     return chosen, {name: reasons for name, reasons in refusals.items() if reasons and name != chosen}
-
-
-def _account(found: Cost) -> Table:
-    table = Table(title="what it costs", title_justify="left", title_style="bold")
-    table.add_column("")
-    table.add_column("tilewise", justify="right")
-    table.add_column("standard attention", justify="right")
-    for name in ("forward", "backward"):
-        ours, theirs = getattr(found, name), getattr(found, f"standard_{name}")
-        table.add_row(f"{name} FLOPs (of visible pairs)", human(ours.flops, "FLOP"), human(theirs.flops, "FLOP"))
-        table.add_row("  computed", human(ours.visited_flops, "FLOP"), human(theirs.visited_flops, "FLOP"))
-        for what in ("read", "written"):
-            key = f"bytes_{what}"
-            table.add_row(f"  {what}", human(getattr(ours, key), "B"), human(getattr(theirs, key), "B"))
-        table.add_row("  FLOPs per byte", f"{ours.intensity:.1f}", f"{theirs.intensity:.1f}")
-    for label, key in (
-        ("saved for backward", "saved"),
-        ("peak beyond outputs, forward", "peak_forward"),
-        ("peak beyond outputs and gradients, backward", "peak_backward"),
-    ):
-        ours, theirs = getattr(found.memory, key), getattr(found.standard_memory, key)
-        table.add_row(label, human(ours, "B"), human(theirs, "B"))
-    return table
 
 
 def _plain(value: Any) -> Any:

@@ -28,7 +28,7 @@ from tilewise.cli.output import (
     table,
     write_json,
 )
-from tilewise.explain import human
+from tilewise.page import human
 from tilewise.problem import Problem
 from tilewise.spec import AttentionSpec, MaskTerm
 

@@ -33,7 +33,8 @@ from .simd import Lanes, element_bytes, inlined, panel_width
 from .structs import BACKWARD_ARGS
 
 BALANCED = 0.85  # share of the threads' time that is work, at least, when the keys are cut into chunks
-MOST_CHUNKS = 16
+MOST_CHUNKS = 16  # per thread and group
+PARTIAL_BYTES = 200 << 20  # of dq in all chunks, at most: memory stays linear whatever the number of threads
 
 
 @inlined
@@ -166,7 +167,7 @@ def backward_layout(lanes: Lanes, block_m: int, block_n: int, dim: int, value_di
 
 def chunk_count(groups: int, threads: int, max_k: int, block_n: int) -> int:
     """The fewest chunks per group that keep the threads busy: each chunk costs a partial dq."""
-    most = min(MOST_CHUNKS * -(-threads // groups), max(max_k // block_n, 1))
+    most = min(MOST_CHUNKS * -(-threads // max(groups, 1)), max(max_k // block_n, 1))
     for chunks in range(1, most + 1):
         jobs = groups * chunks
         if jobs >= BALANCED * round_up(jobs, threads):
@@ -198,7 +199,7 @@ def broadcast_size(bias: Tensor) -> list[int]:
 def group_fields(batch: int, heads_kv: int, bias: Tensor | None) -> dict[str, int]:
     """How (sequence, kv head) pairs form groups: pairs that add to the same bias gradient belong together."""
     sizes = (batch, heads_kv) if bias is None else broadcast_size(bias)[:2]
-    member_batches, member_heads = batch if sizes[0] == 1 else 1, heads_kv if sizes[1] == 1 else 1
+    member_batches, member_heads = max(batch, 1) if sizes[0] == 1 else 1, heads_kv if sizes[1] == 1 else 1
     return {"member_batches": member_batches, "member_heads": member_heads, "groups_h": heads_kv // member_heads}
 
 
@@ -278,7 +279,7 @@ def backward(
 
     groups = group_fields(batch, heads_kv, plan.bias if needs.dbias else None)
     jobs = batch * heads_kv // (groups["member_batches"] * groups["member_heads"])
-    chunks = chunk_count(jobs, threads, plan.max_k, config.block_n)
+    chunks = chunk_count(jobs, threads, plan.max_k, config.block_n, q.numel() * lse.element_size())
     key_rows = plan.seq[:, 3].numpy() if q.dim() == 3 else np.full(batch, k.shape[1])
     bounds = chunk_bounds(plan, chunks, key_rows)
     chunk_rows = int(np.diff(bounds).max(initial=0)) + 12  # the micro-kernels' last keys may lie beyond the end

@@ -61,14 +61,15 @@ def tile_entry(lanes, a, entry, low, high):
 
 @njit
 def set_lane(lanes, a, s, b, t, row, head, present):
-    """Lane t of the block is query row `row` of sequence b, head `head`. An absent lane repeats a row, unwritten."""
+    """Lane t of the block is query row `row` of sequence b, head `head`. An absent lane repeats a row, unwritten,
+    and sees no key: whatever a key holds that no row sees, no lane may carry it into a gradient."""
     token = get_i64(a.seq, b * SEQ_COLUMNS + Q_START) + row
     m = row + get_i64(a.seq, b * SEQ_COLUMNS + SHIFT)
     bounds = b * a.bounds_stride + token
     put_i64(s.lane_q, t, a.q + b * a.q_b + token * a.q_s + head * a.q_h)
     put_i64(s.lane_o, t, a.o + b * a.o_b + token * a.o_s + head * a.o_h if present else s.trash)
     put_i32(s.lane_lo, t, get_i32(a.lo, bounds) if present else 0)
-    put_i32(s.lane_hi, t, get_i32(a.hi, bounds) if present else NO_KEY)
+    put_i32(s.lane_hi, t, get_i32(a.hi, bounds) if present else 0)
     put_real(lanes, s.lane_m, t, m)
     put_i64(s.lane_index, t, b * a.lse_b + head * a.lse_h + token)
     put_i64(s.lane_head, t, head)
@@ -124,7 +125,5 @@ def panel_keys(s, panel, n0, n1):
     """(k0, k1, masked): rows of the key tile [n0, n1) that the panel needs, and whether some must be masked."""
     k0 = max(get_i64(s.panel_lo, panel) - n0, 0) // KEY_STEP * KEY_STEP
     k1 = (min(get_i64(s.panel_hi, panel), n1) - n0 + KEY_STEP - 1) // KEY_STEP * KEY_STEP
-    masked = (
-        n0 + k1 > n1 or n0 + k0 < get_i64(s.panel_all_lo, panel) or n0 + k1 > get_i64(s.panel_all_hi, panel)
-    )
+    masked = n0 + k1 > n1 or n0 + k0 < get_i64(s.panel_all_lo, panel) or n0 + k1 > get_i64(s.panel_all_hi, panel)
     return k0, k1, masked

@@ -12,7 +12,9 @@ class FwdConfig:
 
     def __post_init__(self):
         if self.block_m < 1 or self.block_n < 4 or self.block_n % 4:
-            raise ValueError(f"block_m must be positive and block_n a multiple of 4, not {self.block_m}, {self.block_n}")
+            raise ValueError(
+                f"block_m must be positive and block_n a multiple of 4, not {self.block_m}, {self.block_n}"
+            )
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,9 @@ class BwdConfig:
 
     def __post_init__(self):
         if self.block_m < 1 or self.block_n < 12 or self.block_n % 12:
-            raise ValueError(f"block_m must be positive and block_n a multiple of 12, not {self.block_m}, {self.block_n}")
+            raise ValueError(
+                f"block_m must be positive and block_n a multiple of 12, not {self.block_m}, {self.block_n}"
+            )
 
 
 def pick_forward(dim: int) -> FwdConfig:

@@ -14,7 +14,9 @@ from numba.extending import intrinsic
 
 from .simd import PANEL_VECTORS, emit_fma
 
-SCORE_ROWS = 4  # keys (or head-dim columns) of a tile with query lanes: 4 x 3 accumulators + 3 vectors + 1 = 16 registers
+SCORE_ROWS = (
+    4  # keys (or head-dim columns) of a tile with query lanes: 4 x 3 accumulators + 3 vectors + 1 = 16 registers
+)
 GRAD_ROWS = 6  # keys of a tile with head-dim lanes: 6 x 2 accumulators + 2 vectors + 1 = 15 registers
 COLUMN_VECTORS = 2  # vectors of a column panel
 
@@ -160,6 +162,8 @@ def gemm_tile(name: str, shape: Callable):
 
 
 dot_tile = gemm_tile("dot", _dot_tile)  # S^T[4 keys][QP] = sum over d of K[n][d] Q^T[d][QP]
-mix_rescale_tile = gemm_tile("mix_rescale", _mix_tile("rescale"))  # O^T[4 d][QP] = alpha O^T + sum over n of V[n][d] P^T[n]
+mix_rescale_tile = gemm_tile(
+    "mix_rescale", _mix_tile("rescale")
+)  # O^T[4 d][QP] = alpha O^T + sum over n of V[n][d] P^T[n]
 mix_add_tile = gemm_tile("mix_add", _mix_tile("add"))  # dQ^T[4 d][QP] += sum over n of K[n][d] dS^T[n]
 outer_tile = gemm_tile("outer", _outer_tile)  # dK[6 keys][2W] += sum over m of dS^T[n][m] Q[m][2W]

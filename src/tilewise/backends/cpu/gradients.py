@@ -19,7 +19,7 @@ from .panels import (
 from .scores import dot_panel, drop, score_panel
 from .simd import absolute, element_bytes, exp2, fma, inlined, panel_width, select, splat, vector_width
 
-LSE_ERROR = 2.0**-24  # relative: half a unit in the last place of an fp32 lse
+LSE_ERROR_32, LSE_ERROR_64 = 2.0**-24, 2.0**-53  # relative: half a unit in the last place of lse
 
 
 @njit
@@ -45,10 +45,11 @@ def set_gradient_lane(lanes, a, s, b, chunk, t, row, head, present):
     lse = get_real(lanes, a.lse, index)
     do = a.do + b * a.do_b + token * a.do_s + head * a.do_h
     sees = present and lse != -math.inf
+    error = LSE_ERROR_32 if element_bytes(lanes) == 4 else LSE_ERROR_64
     scaled = lse * LOG2E if sees else math.inf
     put_real(lanes, s.lane_lse, t, scaled)
     put_real(lanes, s.lane_lse_rest, t, scaled - get_real(lanes, s.lane_lse, t) if sees else 0.0)
-    put_real(lanes, s.lane_slack, t, -abs(scaled) * LSE_ERROR if sees else 0.0)
+    put_real(lanes, s.lane_slack, t, -abs(scaled) * error if sees else 0.0)
     put_real(lanes, s.lane_delta, t, get_real(lanes, a.dlse, index) if present and a.dlse != 0 else 0.0)
     put_i64(s.lane_do, t, do if sees else a.zeros)
     if not sees:

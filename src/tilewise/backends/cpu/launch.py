@@ -20,8 +20,12 @@ from .simd import Lanes
 from .structs import SCRATCH_FIELDS, fill
 
 FORMATS = {
-    torch.float32: memory.F32, torch.bfloat16: memory.BF16, torch.float16: memory.F16, torch.float64: memory.F64,
-    torch.bool: memory.U8, torch.uint8: memory.U8,
+    torch.float32: memory.F32,
+    torch.bfloat16: memory.BF16,
+    torch.float16: memory.F16,
+    torch.float64: memory.F64,
+    torch.bool: memory.U8,
+    torch.uint8: memory.U8,
 }
 SMALL_FLOPS = 4_000_000  # below, about 50 us of work: waking threads costs more than it saves
 KEPT_SCRATCH_BYTES = 16 << 20  # a thread keeps scratch up to this size for its next call
@@ -131,14 +135,33 @@ def shared_fields(q, k, v, o, lse, plan: Plan, lanes: Lanes, block_m: int, block
     lse_b, lse_h = row_index_strides(q)
     columns = 2 * lanes.width
     return {
-        **{name: value for pair in zip("qkvo", (q, k, v, o), strict=True) for name, value in tensor_fields(*pair).items()},
-        "code": FORMATS[q.dtype], "dim": q.shape[-1], "value_dim": v.shape[-1],
-        "dim_padded": round_up(q.shape[-1], columns), "value_dim_padded": round_up(v.shape[-1], columns),
-        "heads_kv": heads_kv, "group": heads // heads_kv, "pack": pack, "softmax_scale": plan.softmax_scale,
-        "lse": lse.data_ptr(), "lse_b": lse_b, "lse_h": lse_h, "seq": plan.seq.data_ptr(),
-        "lo": plan.lo.data_ptr(), "hi": plan.hi.data_ptr(), "bounds_stride": plan.bounds_stride,
-        "block_m": block_m, "block_n": block_n, "span": span, "blocks_per_span": blocks_per_span,
-        "blocks": -(-rows // span) * blocks_per_span, "zeros": _ZEROS.ctypes.data,
+        **{
+            name: value
+            for pair in zip("qkvo", (q, k, v, o), strict=True)
+            for name, value in tensor_fields(*pair).items()
+        },
+        "code": FORMATS[q.dtype],
+        "dim": q.shape[-1],
+        "value_dim": v.shape[-1],
+        "dim_padded": round_up(q.shape[-1], columns),
+        "value_dim_padded": round_up(v.shape[-1], columns),
+        "heads_kv": heads_kv,
+        "group": heads // heads_kv,
+        "pack": pack,
+        "softmax_scale": plan.softmax_scale,
+        "lse": lse.data_ptr(),
+        "lse_b": lse_b,
+        "lse_h": lse_h,
+        "seq": plan.seq.data_ptr(),
+        "lo": plan.lo.data_ptr(),
+        "hi": plan.hi.data_ptr(),
+        "bounds_stride": plan.bounds_stride,
+        "block_m": block_m,
+        "block_n": block_n,
+        "span": span,
+        "blocks_per_span": blocks_per_span,
+        "blocks": -(-rows // span) * blocks_per_span,
+        "zeros": _ZEROS.ctypes.data,
         **modifier_fields(plan, accumulation_dtype(q.dtype)),
     }
 
@@ -179,8 +202,16 @@ def launch(kernel, record: np.dtype, fields: dict[str, Any], layout: tuple[np.nd
     memory_block = scratch_memory(size * threads)
     tickets = np.zeros(2, np.int64)
     start = -(-memory_block.data_ptr() // 64) * 64
-    args = fill(record, {**fields, "tickets": tickets.ctypes.data, "layout": offsets.ctypes.data, "scratch": start,
-                         "scratch_bytes": size})
+    args = fill(
+        record,
+        {
+            **fields,
+            "tickets": tickets.ctypes.data,
+            "layout": offsets.ctypes.data,
+            "scratch": start,
+            "scratch_bytes": size,
+        },
+    )
     pool.run(kernel, args.ctypes.data, threads)
 
 

@@ -7,26 +7,20 @@ Rows are named by arrays of addresses, so that a block may gather its rows from 
 from numba import njit
 
 from .memory import (
-    add_rows,
-    copy_row,
     format_bytes,
     get_i64,
     get_real,
     load,
-    load_block,
     load_format,
-    load_rows,
     load_scalar,
     prefetch,
     put_i64,
     put_real,
     store,
-    store_block,
     store_format,
-    store_rows,
     store_scalar,
-    transpose,
 )
+from .rows import add_rows, copy_row, load_block, load_rows, store_block, store_rows, transpose
 from .simd import any_true, element_bytes, fma, panel_width, runtime, splat, total, vector_width
 
 
@@ -172,7 +166,9 @@ def pack_tile(lanes, tile, tile_rows, addresses, count, padded, code, dim, dim_p
     for row in range(count):
         source = get_i64(addresses, row)
         if panels > 0:
-            check = check + copy_row(lanes, tile + row * columns * size, tile_rows * columns * size, source, panels, code)
+            check = check + copy_row(
+                lanes, tile + row * columns * size, tile_rows * columns * size, source, panels, code
+            )
         for c in range(panels * columns, whole, width):
             value = load_format(lanes, source + c * step, code)
             check = fma(value, zero, check)  # 0 stays 0 unless a value is Inf or NaN

@@ -140,8 +140,12 @@ _ARITHMETIC = {
     operator.rshift: lambda b, vec, x, y: b.lshr(x, y),
 }
 _COMPARISONS = {
-    operator.lt: _compare("<"), operator.le: _compare("<="), operator.gt: _compare(">"),
-    operator.ge: _compare(">="), operator.eq: _compare("=="), operator.ne: _compare("!="),
+    operator.lt: _compare("<"),
+    operator.le: _compare("<="),
+    operator.gt: _compare(">"),
+    operator.ge: _compare(">="),
+    operator.eq: _compare("=="),
+    operator.ne: _compare("!="),
 }
 
 
