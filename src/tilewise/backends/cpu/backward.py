@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -9,19 +10,19 @@ from torch import Tensor
 
 from tilewise.backends.base import Grads, Needs
 
-from .blocks import K_START, Q_LEN, SEQ_COLUMNS, bind_scratch, block_rows, set_block, tile_entries, tile_entry
+from .blocks import K_LEN, K_START, Q_LEN, SEQ_COLUMNS, bind_scratch, block_rows, set_block, tile_entries, tile_entry
 from .configs import BwdConfig
 from .gradients import backward_tile, delta_pass, set_gradient_lane
 from .host import host_lanes
 from .launch import (
     FORMATS,
+    ScratchLayout,
     compile_kernel,
     lane_sizes,
     last_dim_dense,
     launch,
     matrix_fields,
     round_up,
-    scratch_layout,
     shared_fields,
     tensor_fields,
     thread_count,
@@ -134,15 +135,15 @@ def backward_kernel(lanes: Lanes):
         A job is a chunk of keys of a group: the (sequence, kv head) pairs whose bias gradient is one and the same.
         """
         a = record_at(address, BACKWARD_ARGS)
-        s = bind_scratch(a, take_ticket(a.tickets + 8))
-        job = take_ticket(a.tickets)
+        s = bind_scratch(a, take_ticket(address + 8))
+        job = take_ticket(address)
         while job < a.jobs:
             group, chunk = job // a.chunks, job % a.chunks
             for member in range(a.member_batches * a.member_heads):
                 b = group // a.groups_h * a.member_batches + member // a.member_heads
                 head_kv = group % a.groups_h * a.member_heads + member % a.member_heads
                 backward_chunk(lanes, a, s, b, head_kv, chunk)
-            job = take_ticket(a.tickets)
+            job = take_ticket(address)
 
     return compile_kernel(kernel)
 
@@ -152,7 +153,7 @@ def backward_layout(lanes: Lanes, block_m: int, block_n: int, dim: int, value_di
     """Scratch of one backward thread."""
     real, panel = lanes.bits // 8, block_n * lanes.panel * (lanes.bits // 8)
     panels = block_m // lanes.panel
-    return scratch_layout(
+    return ScratchLayout(
         lane_sizes(lanes, block_m)
         | dict.fromkeys(("k_rows", "v_rows", "k_bad"), 8 * block_n)
         | dict.fromkeys(("score", "grad"), panels * panel)
@@ -165,9 +166,10 @@ def backward_layout(lanes: Lanes, block_m: int, block_n: int, dim: int, value_di
     )
 
 
-def chunk_count(groups: int, threads: int, max_k: int, block_n: int) -> int:
-    """The fewest chunks per group that keep the threads busy: each chunk costs a partial dq."""
-    most = min(MOST_CHUNKS * -(-threads // max(groups, 1)), max(max_k // block_n, 1))
+def chunk_count(groups: int, threads: int, max_k: int, block_n: int, dq_bytes: int) -> int:
+    """The fewest chunks per group that keep the threads busy: each chunk costs a partial dq of `dq_bytes`."""
+    most = min(MOST_CHUNKS * -(-threads // max(groups, 1)), max_k // block_n, PARTIAL_BYTES // max(dq_bytes, 1))
+    most = max(most, 1)
     for chunks in range(1, most + 1):
         jobs = groups * chunks
         if jobs >= BALANCED * round_up(jobs, threads):
@@ -175,7 +177,7 @@ def chunk_count(groups: int, threads: int, max_k: int, block_n: int) -> int:
     return most
 
 
-def chunk_bounds(plan: Plan, chunks: int, key_rows: np.ndarray) -> np.ndarray:
+def chunk_bounds(plan: Plan, chunks: int, key_rows: Sequence[int]) -> np.ndarray:
     """(B, chunks + 1) keys: each sequence's key rows cut so that every chunk is seen by equally many rows."""
     bounds = np.zeros((len(key_rows), chunks + 1), np.int64)
     bounds[:, -1] = key_rows
@@ -203,13 +205,14 @@ def group_fields(batch: int, heads_kv: int, bias: Tensor | None) -> dict[str, in
     return {"member_batches": member_batches, "member_heads": member_heads, "groups_h": heads_kv // member_heads}
 
 
-def gradient_fields(buffers: Grads) -> dict[str, int]:
-    """Addresses and strides of the gradients' buffers; dq, dbias and dslopes come as (chunks, ...)."""
+def gradient_fields(buffers: Grads, dims: int) -> dict[str, int]:
+    """Addresses and strides of the gradients' buffers; dq has `dims` dims, or one more where keys come in chunks."""
     fields = {}
     if buffers.dq is not None:
         size = buffers.dq.element_size()
-        fields |= tensor_fields("dq", buffers.dq[0])
-        fields |= {"dq_chunk": buffers.dq.stride(0) * size, "dq_code": FORMATS[buffers.dq.dtype]}
+        chunked = buffers.dq.dim() > dims
+        fields |= tensor_fields("dq", buffers.dq[0] if chunked else buffers.dq)
+        fields |= {"dq_chunk": buffers.dq.stride(0) * size if chunked else 0, "dq_code": FORMATS[buffers.dq.dtype]}
     for name in ("dk", "dv"):
         if (buffer := getattr(buffers, name)) is not None:
             fields |= tensor_fields(name, buffer)
@@ -220,19 +223,20 @@ def gradient_fields(buffers: Grads) -> dict[str, int]:
 
 
 def allocate(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, plan: Plan, needs: Needs, chunks: int) -> Grads:
-    """Buffers for the kernel to fill. Rows of a packed tensor that belong to no sequence keep their zeros."""
-    new = torch.zeros_like if q.dim() == 3 else torch.empty_like
-    real, contiguous = lse.dtype, torch.contiguous_format
-    heads, batch, bias = q.shape[-2], plan.seq.shape[0], plan.bias
-    dq_dtype = q.dtype if chunks == 1 else real
-    dbias = None
+    """Buffers for the kernel to fill, those of dq, dbias and dslopes by chunk.
+
+    Rows of a packed tensor that belong to no sequence keep their zeros.
+    """
+    new = torch.zeros if q.dim() == 3 else torch.empty
+    heads, batch, bias, dbias = q.size(-2), plan.seq.size(0), plan.bias, None
+    dq_shape, dq_dtype = (q.shape, q.dtype) if chunks == 1 else ((chunks, *q.shape), lse.dtype)
     if needs.dbias:
         partials = chunks if bias.stride(3) == 0 else 1  # chunks own their keys, unless the bias has none
         dbias = lse.new_zeros((partials, *broadcast_size(bias)))
     return Grads(
-        dq=new(q.unsqueeze(0).expand(chunks, *q.shape), dtype=dq_dtype, memory_format=contiguous) if needs.dq else None,
-        dk=new(k, memory_format=contiguous) if needs.dk else None,
-        dv=new(v, memory_format=contiguous) if needs.dv else None,
+        dq=new(dq_shape, dtype=dq_dtype) if needs.dq else None,
+        dk=new(k.shape, dtype=k.dtype) if needs.dk else None,
+        dv=new(v.shape, dtype=v.dtype) if needs.dv else None,
         dbias=dbias,
         dslopes=lse.new_zeros((chunks, batch, heads)) if needs.dslopes else None,
         dsinks=torch.zeros_like(lse) if needs.dsinks else None,
@@ -273,20 +277,21 @@ def backward(
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.to(lse.dtype).contiguous()
     lanes = lanes or host_lanes(torch.finfo(lse.dtype).bits)
-    batch, heads, heads_kv, config = plan.seq.shape[0], q.shape[-2], k.shape[-2], BwdConfig()
+    batch, heads, heads_kv, config = plan.seq.size(0), q.size(-2), k.size(-2), BwdConfig()
     block_m = max(config.block_m // lanes.panel, 1) * lanes.panel
-    threads = thread_count(10.0 * batch * heads * plan.max_q * plan.max_k * q.shape[-1])
+    threads = thread_count(10.0 * batch * heads * plan.max_q * plan.max_k * q.size(-1))
 
     groups = group_fields(batch, heads_kv, plan.bias if needs.dbias else None)
     jobs = batch * heads_kv // (groups["member_batches"] * groups["member_heads"])
     chunks = chunk_count(jobs, threads, plan.max_k, config.block_n, q.numel() * lse.element_size())
-    key_rows = plan.seq[:, 3].numpy() if q.dim() == 3 else np.full(batch, k.shape[1])
+    key_rows = plan.seq[:, K_LEN].tolist() if q.dim() == 3 else [k.size(1)] * batch
     bounds = chunk_bounds(plan, chunks, key_rows)
-    chunk_rows = int(np.diff(bounds).max(initial=0)) + 12  # the micro-kernels' last keys may lie beyond the end
+    longest = max(key_rows, default=0) if chunks == 1 else int(np.diff(bounds).max(initial=0))
+    chunk_rows = longest + 12  # the micro-kernels' last keys may lie beyond the end
     buffers = allocate(q, k, v, lse, plan, needs, chunks)
 
     fields = shared_fields(q, k, v, o, lse, plan, lanes, block_m, config.block_n)
-    fields |= tensor_fields("do", do) | gradient_fields(buffers) | groups
+    fields |= tensor_fields("do", do) | gradient_fields(buffers, q.dim()) | groups
     fields |= {"chunks": chunks, "chunk_bounds": bounds.ctypes.data, "chunk_rows": chunk_rows, "jobs": jobs * chunks}
     if dlse is not None:
         fields["dlse"] = dlse.data_ptr()
@@ -301,7 +306,7 @@ def backward(
 
     dq, dk, dv, dbias, dslopes, delta = buffers
     return Grads(
-        dq=None if dq is None else (dq[0] if chunks == 1 else dq.sum(0).to(q.dtype)),
+        dq=dq if dq is None or chunks == 1 else dq.sum(0).to(q.dtype),
         dk=dk,
         dv=dv,
         dbias=None if dbias is None else dbias.sum(0),

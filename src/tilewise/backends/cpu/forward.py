@@ -25,12 +25,12 @@ from .configs import FwdConfig, pick_forward
 from .gemm import SCORE_ROWS, mix_rescale_tile
 from .host import host_lanes
 from .launch import (
+    ScratchLayout,
     accumulation_dtype,
     compile_kernel,
     lane_sizes,
     last_dim_dense,
     launch,
-    scratch_layout,
     shared_fields,
     thread_count,
 )
@@ -64,10 +64,13 @@ from .structs import FORWARD_ARGS
 
 
 @njit
-def softmax_panel(lanes, panel, k0, k1, maxima, sums, alphas):
-    """p = 2^(s - max), in place, with the running maximum and sum of each lane; alpha = 2^(old max - max)."""
+def softmax_panel(lanes, panel, k0, k1, scale, maxima, sums, alphas):
+    """p = 2^(scale (s - max)), in place, with the running maximum and sum of each lane; alpha rescales earlier sums.
+
+    The difference comes before the scale, so that the largest entry has p = 1 exactly, whatever its size.
+    """
     columns, size, width = panel_width(lanes), element_bytes(lanes), vector_width(lanes)
-    zero, empty = splat(lanes, 0.0), splat(lanes, -math.inf)
+    zero, empty, factor = splat(lanes, 0.0), splat(lanes, -math.inf), splat(lanes, scale)
     for strip in range(0, columns, width):
         at = strip * size
         old = load(lanes, maxima + at)
@@ -76,10 +79,10 @@ def softmax_panel(lanes, panel, k0, k1, maxima, sums, alphas):
             s = load(lanes, panel + n * columns * size + at)
             top = select(s > top, s, top)  # NaN does not win here; it reaches the sum through p
         shift = select(top == empty, zero, top)
-        alpha = exp2(old - shift)
+        alpha = exp2((old - shift) * factor)
         total = load(lanes, sums + at) * alpha
         for n in range(k0, k1):
-            p = exp2(load(lanes, panel + n * columns * size + at) - shift)
+            p = exp2((load(lanes, panel + n * columns * size + at) - shift) * factor)
             store(lanes, panel + n * columns * size + at, p)
             total = total + p
         store(lanes, maxima + at, top)
@@ -140,7 +143,7 @@ def forward_tile(lanes, a, s, b, head_kv, n0, n1, panels, use_keep):
         if bad > 0:
             copy_vectors(lanes, s.extra, s.score, k1 * columns)
         at = p * columns * size
-        softmax_panel(lanes, s.score, k0, k1, s.lane_max + at, s.lane_sum + at, s.lane_alpha + at)
+        softmax_panel(lanes, s.score, k0, k1, a.score_scale, s.lane_max + at, s.lane_sum + at, s.lane_alpha + at)
         drop(lanes, a, s, p, s.score, n0, k0, k1)
         out = s.o_t + at * a.value_dim_padded
         mix_panel(lanes, a, s, s.score, out, s.lane_alpha + at, k0, k1)
@@ -151,7 +154,7 @@ def forward_tile(lanes, a, s, b, head_kv, n0, n1, panels, use_keep):
 @inlined
 def finish_row(lanes, a, s, t):
     """lse and the factor that normalises the row's output, the sink taken into the sum."""
-    top, total = float(get_real(lanes, s.lane_max, t)), float(get_real(lanes, s.lane_sum, t))
+    top, total = get_real(lanes, s.lane_max, t) * a.score_scale, float(get_real(lanes, s.lane_sum, t))
     head = get_i64(s.lane_head, t)
     if top * LN2 > get_real(lanes, a.max_logit, head):
         atomic_max(lanes, a.max_logit, head, top * LN2)
@@ -209,11 +212,11 @@ def forward_kernel(lanes: Lanes):
     def kernel(address):
         """o = softmax(scores(q k^T)) v, lse = log sum exp(scores), max_logit = max(scores)."""
         a = record_at(address, FORWARD_ARGS)
-        s = bind_scratch(a, take_ticket(a.tickets + 8))
-        job = take_ticket(a.tickets)
+        s = bind_scratch(a, take_ticket(address + 8))
+        job = take_ticket(address)
         while job < a.jobs:
             forward_block(lanes, a, s, job)
-            job = take_ticket(a.tickets)
+            job = take_ticket(address)
 
     return compile_kernel(kernel)
 
@@ -222,7 +225,7 @@ def forward_kernel(lanes: Lanes):
 def forward_layout(lanes: Lanes, block_m: int, block_n: int, dim: int, value_dim: int):
     """Scratch of one forward thread."""
     real, panel = lanes.bits // 8, block_n * lanes.panel * (lanes.bits // 8)
-    return scratch_layout(
+    return ScratchLayout(
         lane_sizes(lanes, block_m)
         | dict.fromkeys(("k_rows", "v_rows", "k_bad", "v_bad"), 8 * block_n)
         | {"k": block_n * dim * real, "v": block_n * value_dim * real, "score": panel, "extra": panel}
@@ -230,6 +233,7 @@ def forward_layout(lanes: Lanes, block_m: int, block_n: int, dim: int, value_dim
     )
 
 
+@functools.lru_cache(256)
 def forward_config(jobs_of_a_row: int, rows: int, dim: int, threads: int, lanes: Lanes) -> FwdConfig:
     """The measured default, with shorter blocks where there would be too few jobs to share."""
     config = pick_forward(dim)
@@ -256,16 +260,16 @@ def forward(
     q, k, v = map(last_dim_dense, (q, k, v))
     real = accumulation_dtype(q.dtype)
     lanes = lanes or host_lanes(torch.finfo(real).bits)
-    heads, batch = q.shape[-2], plan.seq.shape[0]
-    packed = q.dim() == 3
-    o = q.new_empty((*q.shape[:-1], v.shape[-1])) if out is None else out
-    lse = q.new_empty((heads, q.shape[0]) if packed else (batch, heads, q.shape[1]), dtype=real)
-    max_logit = q.new_full((heads,), -math.inf, dtype=real)
+    (*outer, rows, heads, dim), value_dim, batch = q.shape, v.size(-1), plan.seq.size(0)
+    packed = not outer
+    o = torch.empty((*outer, rows, heads, value_dim), dtype=q.dtype) if out is None else out
+    lse = torch.empty((heads, rows) if packed else (batch, heads, rows), dtype=real)
+    max_logit = torch.full((heads,), -math.inf, dtype=real)
     if packed:  # rows between sequences belong to no job
         o.zero_()
         lse.fill_(-math.inf)
-    threads = thread_count(4.0 * batch * heads * plan.max_q * plan.max_k * q.shape[-1])
-    config = forward_config(batch * heads, plan.max_q, max(q.shape[-1], v.shape[-1]), threads, lanes)
+    threads = thread_count(4.0 * batch * heads * plan.max_q * plan.max_k * dim)
+    config = forward_config(batch * heads, plan.max_q, max(dim, value_dim), threads, lanes)
     fields = shared_fields(q, k, v, o, lse, plan, lanes, config.block_m, config.block_n)
     fields["max_logit"] = max_logit.data_ptr()
     fields["jobs"] = batch * (heads // fields["pack"]) * fields["blocks"]

@@ -19,6 +19,10 @@ from .panels import (
 from .scores import dot_panel, drop, score_panel
 from .simd import absolute, element_bytes, exp2, fma, inlined, panel_width, select, splat, vector_width
 
+SPLIT = 2.0**27 + 1  # cuts an fp64 number into two halves of 26 bits
+LOG2E_HIGH = LOG2E * SPLIT - (LOG2E * SPLIT - LOG2E)
+LOG2E_LOW = LOG2E - LOG2E_HIGH
+LOG2E_MISSING = 2.0355273740931033e-17  # log2(e) - LOG2E
 LSE_ERROR_32, LSE_ERROR_64 = 2.0**-24, 2.0**-53  # relative: half a unit in the last place of lse
 
 
@@ -38,6 +42,17 @@ def delta_pass(lanes, do, o, dim, deltas):
 
 
 @njit
+def log2e_product(x):
+    """x log2(e) in fp64 as a rounded product and what it misses (Dekker's product)."""
+    product = x * LOG2E
+    carry = x * SPLIT
+    high = carry - (carry - x)
+    low = x - high
+    error = ((high * LOG2E_HIGH - product) + high * LOG2E_LOW + low * LOG2E_HIGH) + low * LOG2E_LOW
+    return product, error + x * LOG2E_MISSING
+
+
+@njit
 def set_gradient_lane(lanes, a, s, b, chunk, t, row, head, present):
     """lse, dlse and addresses of lane t. A lane without a row, or whose row saw no key, has p = 0 and zero inputs."""
     index = get_i64(s.lane_index, t)
@@ -46,9 +61,9 @@ def set_gradient_lane(lanes, a, s, b, chunk, t, row, head, present):
     do = a.do + b * a.do_b + token * a.do_s + head * a.do_h
     sees = present and lse != -math.inf
     error = LSE_ERROR_32 if element_bytes(lanes) == 4 else LSE_ERROR_64
-    scaled = lse * LOG2E if sees else math.inf
+    scaled, rest = log2e_product(lse) if sees else (math.inf, 0.0)
     put_real(lanes, s.lane_lse, t, scaled)
-    put_real(lanes, s.lane_lse_rest, t, scaled - get_real(lanes, s.lane_lse, t) if sees else 0.0)
+    put_real(lanes, s.lane_lse_rest, t, (scaled - get_real(lanes, s.lane_lse, t)) + rest if sees else 0.0)
     put_real(lanes, s.lane_slack, t, -abs(scaled) * error if sees else 0.0)
     put_real(lanes, s.lane_delta, t, get_real(lanes, a.dlse, index) if present and a.dlse != 0 else 0.0)
     put_i64(s.lane_do, t, do if sees else a.zeros)
@@ -64,21 +79,21 @@ def set_gradient_lane(lanes, a, s, b, chunk, t, row, head, present):
 
 
 @njit
-def gradient_pass(lanes, score, grad, k0, k1, lses, rests, slacks, deltas):
-    """p = 2^(s - lse) over s, ds = p (dp - delta) over dp; both 0 where the score is -inf, whatever dp holds.
+def gradient_pass(lanes, score, grad, k0, k1, scale, lses, rests, slacks, deltas):
+    """p = 2^(scale (s - lse)) over s, ds = p (dp - delta) over dp; both 0 where the score is -inf, whatever dp holds.
 
-    lse, in units of log2, comes as a rounded value and the rest: rounding it again would cost p a bit of precision.
+    lse, in the units of s, comes as a rounded value and the rest: rounding it again would cost p a bit of precision.
     p is 1 where it is 1 within the rounding of lse (`slacks`): one key with a large logit has taken all the weight.
     """
     columns, size, width = panel_width(lanes), element_bytes(lanes), vector_width(lanes)
-    zero, masked = splat(lanes, 0.0), splat(lanes, -math.inf)
+    zero, masked, factor = splat(lanes, 0.0), splat(lanes, -math.inf), splat(lanes, scale)
     for strip in range(0, columns, width):
         lse, rest = load(lanes, lses + strip * size), load(lanes, rests + strip * size)
         slack, delta = load(lanes, slacks + strip * size), load(lanes, deltas + strip * size)
         for n in range(k0, k1):
             at = (n * columns + strip) * size
             s = load(lanes, score + at)
-            x = (s - lse) - rest
+            x = ((s - lse) - rest) * factor
             p = select(s == masked, zero, exp2(select(x > slack, zero, x)))
             store(lanes, score + at, p)
             store(lanes, grad + at, select(p == zero, zero, p * (load(lanes, grad + at) - delta)))
@@ -116,7 +131,7 @@ def gradient_panel(lanes, a, s, p, n0, n1, padded, use_keep):
     dot_panel(lanes, grad, s.v, a.block_n, s.do_t + lane * a.value_dim_padded, a.value_dim_padded, k0, k1)
     drop(lanes, a, s, p, grad, n0, k0, k1)
     lse, rest, slack = s.lane_lse + lane, s.lane_lse_rest + lane, s.lane_slack + lane
-    gradient_pass(lanes, score, grad, k0, k1, lse, rest, slack, s.lane_delta + lane)
+    gradient_pass(lanes, score, grad, k0, k1, a.score_scale, lse, rest, slack, s.lane_delta + lane)
     if a.dslopes != 0:
         slope_pass(lanes, grad, n0, k0, k1, s.lane_m + lane, s.lane_dslope + lane)
     if a.dbias != 0:

@@ -1,5 +1,7 @@
 """The host side that both passes share: tensors and a plan become an args record, scratch memory and a launch."""
 
+import ctypes
+import math
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -17,7 +19,7 @@ from . import memory, pool
 from .blocks import LOG2E
 from .plan import Plan
 from .simd import Lanes
-from .structs import SCRATCH_FIELDS, fill
+from .structs import ARGS_BYTES, SCRATCH_FIELDS, fill
 
 FORMATS = {
     torch.float32: memory.F32,
@@ -28,10 +30,28 @@ FORMATS = {
     torch.uint8: memory.U8,
 }
 SMALL_FLOPS = 4_000_000  # below, about 50 us of work: waking threads costs more than it saves
+CACHE_LINE = 64
 KEPT_SCRATCH_BYTES = 16 << 20  # a thread keeps scratch up to this size for its next call
 
 _ZEROS = np.zeros(1024, np.float64)  # a row of zeros for absent queries, as long as the largest head dim
-_kept = threading.local()
+_ZEROS_ADDRESS = _ZEROS.ctypes.data
+
+
+_TENSOR_FIELDS = {
+    name: (name, f"{name}_b", f"{name}_s", f"{name}_h") for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv")
+}
+
+
+class _Workspace(threading.local):
+    """What a calling thread keeps between calls: scratch, and memory for the args record."""
+
+    def __init__(self):
+        self.scratch = torch.empty(0, dtype=torch.uint8)
+        self.args = bytearray(ARGS_BYTES)
+        self.args_address = ctypes.addressof(ctypes.c_char.from_buffer(self.args))
+
+
+_workspace = _Workspace()
 
 
 class _CompileNotice(event.Listener):
@@ -62,15 +82,19 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def last_dim_dense(x: Tensor) -> Tensor:
     """`x` with consecutive elements along its last dim: a copy only where they are not."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    return x if x.stride(-1) == 1 or x.size(-1) == 1 else x.contiguous()
 
 
 def tensor_fields(name: str, x: Tensor) -> dict[str, int]:
     """Address and byte strides along batch, sequence and head; a packed tensor has no batch stride."""
-    size = x.element_size()
-    strides = x.stride()
-    batch, sequence, head = (0, *strides[:2]) if x.dim() == 3 else strides[:3]
-    return {name: x.data_ptr(), f"{name}_b": batch * size, f"{name}_s": sequence * size, f"{name}_h": head * size}
+    size, (*batch, sequence, head, _) = x.element_size(), x.stride()
+    address, stride_b, stride_s, stride_h = _TENSOR_FIELDS[name]
+    return {
+        address: x.data_ptr(),
+        stride_b: batch[0] * size if batch else 0,
+        stride_s: sequence * size,
+        stride_h: head * size,
+    }
 
 
 def matrix_fields(name: str, x: Tensor) -> dict[str, int]:
@@ -86,18 +110,21 @@ def round_up(x: int, multiple: int) -> int:
 
 def row_index_strides(q: Tensor) -> tuple[int, int]:
     """Strides, in elements, of lse and delta along batch and head: (B, H, Sq), or (H, total_q) for packed q."""
-    rows, heads = (q.shape[0], q.shape[1]) if q.dim() == 3 else (q.shape[1], q.shape[2])
-    return (0 if q.dim() == 3 else heads * rows), rows
+    *batch, rows, heads, _ = q.shape
+    return (heads * rows if batch else 0), rows
 
 
 def modifier_fields(plan: Plan, real: torch.dtype) -> dict[str, Any]:
     """Fields of the score modifiers and masks; whatever the plan lacks stays 0."""
     fields: dict[str, Any] = {}
+    scale = plan.softmax_scale
     if plan.softcap is not None:
         # The score panel then holds 2 log2(e) x / softcap, the argument of tanh as `cap_pass` wants it.
-        fields.update(cap=plan.softcap * LOG2E, query_scale=plan.softmax_scale * 2 * LOG2E / plan.softcap)
-    else:
-        fields.update(query_scale=plan.softmax_scale * LOG2E)
+        fields.update(cap=plan.softcap * LOG2E, query_scale=scale * 2 * LOG2E / plan.softcap, score_scale=1.0)
+    elif plan.slopes is not None or plan.bias is not None or scale == 0:
+        fields.update(query_scale=scale * LOG2E, score_scale=1.0)
+    else:  # nothing happens to scores before the softmax: q stays exact, the scale joins in the exponent's fma
+        fields.update(query_scale=math.copysign(1.0, scale), score_scale=abs(scale) * LOG2E)
     if plan.slopes is not None:
         size = plan.slopes.element_size()
         stride_b, stride_h = plan.slopes.stride()
@@ -126,7 +153,7 @@ def heads_per_block(plan: Plan, group: int) -> int:
 
 def shared_fields(q, k, v, o, lse, plan: Plan, lanes: Lanes, block_m: int, block_n: int) -> dict[str, Any]:
     """All fields that forward and backward have in common, scratch apart."""
-    heads, heads_kv = q.shape[-2], k.shape[-2]
+    (*_, heads, dim), heads_kv, value_dim = q.shape, k.size(-2), v.size(-1)
     pack = heads_per_block(plan, heads // heads_kv)
     rows = plan.max_q * pack
     span = plan.tiles.block_m if plan.tiles is not None else max(rows, 1)
@@ -135,16 +162,15 @@ def shared_fields(q, k, v, o, lse, plan: Plan, lanes: Lanes, block_m: int, block
     lse_b, lse_h = row_index_strides(q)
     columns = 2 * lanes.width
     return {
-        **{
-            name: value
-            for pair in zip("qkvo", (q, k, v, o), strict=True)
-            for name, value in tensor_fields(*pair).items()
-        },
+        **tensor_fields("q", q),
+        **tensor_fields("k", k),
+        **tensor_fields("v", v),
+        **tensor_fields("o", o),
         "code": FORMATS[q.dtype],
-        "dim": q.shape[-1],
-        "value_dim": v.shape[-1],
-        "dim_padded": round_up(q.shape[-1], columns),
-        "value_dim_padded": round_up(v.shape[-1], columns),
+        "dim": dim,
+        "value_dim": value_dim,
+        "dim_padded": round_up(dim, columns),
+        "value_dim_padded": round_up(value_dim, columns),
         "heads_kv": heads_kv,
         "group": heads // heads_kv,
         "pack": pack,
@@ -161,18 +187,22 @@ def shared_fields(q, k, v, o, lse, plan: Plan, lanes: Lanes, block_m: int, block
         "span": span,
         "blocks_per_span": blocks_per_span,
         "blocks": -(-rows // span) * blocks_per_span,
-        "zeros": _ZEROS.ctypes.data,
+        "zeros": _ZEROS_ADDRESS,
         **modifier_fields(plan, accumulation_dtype(q.dtype)),
     }
 
 
-def scratch_layout(sizes: Mapping[str, int]) -> tuple[np.ndarray, int]:
-    """(offset of each field, bytes in all) of one thread's scratch; the scratch record itself comes first."""
-    offsets, end = [], round_up(8 * len(SCRATCH_FIELDS), 64)
-    for name in SCRATCH_FIELDS:
-        offsets.append(end)
-        end += round_up(sizes.get(name, 0), 64)
-    return np.array(offsets, np.int64), end + 64 * 3  # an odd multiple of lines between threads spreads cache sets
+class ScratchLayout:
+    """Offset of each scratch field from the start of a thread's region, and the size of a region."""
+
+    def __init__(self, sizes: Mapping[str, int]):
+        offsets, end = [], round_up(8 * len(SCRATCH_FIELDS), CACHE_LINE)  # the scratch record itself comes first
+        for name in SCRATCH_FIELDS:
+            offsets.append(end)
+            end += round_up(sizes.get(name, 0), CACHE_LINE)
+        self.bytes = end + 3 * CACHE_LINE  # an odd multiple of lines between threads spreads cache sets
+        self._offsets = np.array(offsets, np.int64)
+        self.address = self._offsets.ctypes.data
 
 
 def lane_sizes(lanes: Lanes, rows: int) -> dict[str, int]:
@@ -186,33 +216,24 @@ def lane_sizes(lanes: Lanes, rows: int) -> dict[str, int]:
 
 
 def scratch_memory(size: int) -> Tensor:
-    """At least `size` bytes, aligned to cache lines; small ones are kept per calling thread."""
-    kept = getattr(_kept, "scratch", None)
-    if kept is None or kept.numel() < size:
-        kept = torch.empty(size + 64, dtype=torch.uint8)
+    """`size` bytes and room to align them; small ones are kept per calling thread."""
+    kept = _workspace.scratch
+    if kept.numel() < size + CACHE_LINE:
+        kept = torch.empty(size + CACHE_LINE, dtype=torch.uint8)
         if size <= KEPT_SCRATCH_BYTES:
-            _kept.scratch = kept
+            _workspace.scratch = kept
     return kept
 
 
-def launch(kernel, record: np.dtype, fields: dict[str, Any], layout: tuple[np.ndarray, int], threads: int) -> None:
+def launch(kernel, record: np.dtype, fields: dict[str, Any], layout: ScratchLayout, threads: int) -> None:
     """Run the kernel's jobs on up to `threads` threads."""
-    offsets, size = layout
     threads = max(1, min(threads, fields["jobs"]))
-    memory_block = scratch_memory(size * threads)
-    tickets = np.zeros(2, np.int64)
-    start = -(-memory_block.data_ptr() // 64) * 64
-    args = fill(
-        record,
-        {
-            **fields,
-            "tickets": tickets.ctypes.data,
-            "layout": offsets.ctypes.data,
-            "scratch": start,
-            "scratch_bytes": size,
-        },
-    )
-    pool.run(kernel, args.ctypes.data, threads)
+    block = scratch_memory(layout.bytes * threads)
+    fields["scratch"] = round_up(block.data_ptr(), CACHE_LINE)
+    fields["scratch_bytes"] = layout.bytes
+    fields["layout"] = layout.address
+    fill(record, _workspace.args, fields)
+    pool.run(kernel, _workspace.args_address, threads)
 
 
 def thread_count(flops: float) -> int:

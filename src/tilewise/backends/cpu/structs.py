@@ -1,5 +1,6 @@
 """What a kernel is told: one record of numbers and addresses. Address 0 means that the thing is absent."""
 
+import struct
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 
 #: Fields of both passes. `*_b`, `*_s`, `*_h`, `*_m`, `*_n`: strides in bytes along batch, sequence, head, row, key.
 _SHARED = (
+    *("next_job", "next_thread"),  # counters: every thread takes its tickets here
     *("q", "q_b", "q_s", "q_h", "k", "k_b", "k_s", "k_h", "v", "v_b", "v_s", "v_h", "o", "o_b", "o_s", "o_h"),
     *("code", "dim", "dim_padded", "value_dim", "value_dim_padded", "heads_kv", "group", "pack"),
     *("lse", "lse_b", "lse_h", "seq", "lo", "hi", "bounds_stride"),  # lse strides count elements
@@ -14,9 +16,10 @@ _SHARED = (
     *("slopes", "slopes_b", "slopes_h", "sinks", "drop_threshold", "seed"),
     *("bias", "bias_b", "bias_h", "bias_m", "bias_n", "bias_code", "keep", "keep_b", "keep_h", "keep_m", "keep_n"),
     *("tile_offsets", "tile_b", "tile_h", "tile_starts", "tile_ends", "tile_full"),
-    *("jobs", "tickets", "scratch", "scratch_bytes", "layout", "zeros"),
+    *("jobs", "scratch", "scratch_bytes", "layout", "zeros"),
 )
-_SHARED_REAL = ("query_scale", "softmax_scale", "cap", "drop_scale")  # cap: softcap * log2(e), 0 without
+# cap: softcap * log2(e), 0 without; a score in units of log2 is score_scale * (query_scale * q) . k before modifiers
+_SHARED_REAL = ("query_scale", "score_scale", "softmax_scale", "cap", "drop_scale")
 
 _FORWARD = ("max_logit",)
 _BACKWARD = (
@@ -45,12 +48,18 @@ def _record(integers, reals=()):
 FORWARD_ARGS = _record(_SHARED + _FORWARD, _SHARED_REAL)
 BACKWARD_ARGS = _record(_SHARED + _BACKWARD, _SHARED_REAL)
 SCRATCH = _record(SCRATCH_FIELDS)
+ARGS_BYTES = max(FORWARD_ARGS.itemsize, BACKWARD_ARGS.itemsize)
+
+_PACK = {  # by size: numpy's own way from a tuple to a record takes three times as long
+    record.itemsize: struct.Struct("".join(record[name].char for name in record.names).replace("l", "q")).pack_into
+    for record in (FORWARD_ARGS, BACKWARD_ARGS)
+}
 
 
-def fill(record: np.dtype, fields: Mapping[str, Any]) -> np.ndarray:
-    """One record; fields not given are 0. A name that the record lacks is an error."""
+def fill(record: np.dtype, target: bytearray, fields: Mapping[str, Any]) -> None:
+    """Write one record to the start of `target`; fields not given are 0. A name that the record lacks is an error."""
     values = dict.fromkeys(record.names, 0)
     values.update(fields)
     if len(values) != len(record.names):
         raise KeyError(f"no such fields: {sorted(values.keys() - set(record.names))}")
-    return np.array(tuple(values.values()), dtype=record)
+    _PACK[record.itemsize](target, 0, *values.values())
