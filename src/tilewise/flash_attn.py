@@ -98,7 +98,8 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """`flash_attn_func` with all three in one tensor, qkv (B, S, 3, H, D)."""
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    return flash_attn_func(*_unpack(qkv, "qkv", 3), *tail)
+    q, k, v = _unpack(qkv, "qkv", 3)
+    return flash_attn_func(q, k, v, *tail)
 
 
 def flash_attn_varlen_func(
@@ -187,8 +188,8 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Any:
     """`flash_attn_varlen_func` with all three in one tensor, qkv (total, 3, H, D)."""
     tail = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs)
-    packed = _unpack(qkv, "qkv", 3)
-    return flash_attn_varlen_func(*packed, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *tail)
+    q, k, v = _unpack(qkv, "qkv", 3)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *tail)
 
 
 def _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic) -> dict[str, Any]:

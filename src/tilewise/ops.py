@@ -2,9 +2,9 @@
 
 Three paths meet here, told apart in `attention`. Plain eager tensors go to an old-style `autograd.Function` that calls the
 backend itself: each pass through the dispatcher from Python costs more than all our checks together. Whatever watches or
-transforms ops (torch.compile, fake tensors, dispatch modes, tensor subclasses) goes through `torch.ops.tilewise.attention_fwd`,
-whose Autograd kernel calls the same Function. torch.func transforms need a new-style Function (`setup_context`), slower
-again, so they have one of their own. All share one backward.
+transforms ops (torch.compile, fake tensors, dispatch modes, tensor subclasses) goes through the op
+`torch.ops.tilewise.attention_fwd`, whose Autograd kernel calls the same kind of Function. torch.func transforms need a
+new-style Function (`setup_context`), slower again, so they have one of their own. All share one backward.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _forward_fake(q, k, v, aux, spec, scale, backend, max_q, max_k):
 def _backward_fake(do, dlse, q, k, v, o, lse, aux, spec, scale, backend, max_q, max_k, needs):
     named = dict(zip(AttentionSpec.parse(spec).tensors, aux, strict=False))
     inputs = (q, k, v, *(named.get(name) for name in DIFFERENTIABLE))
-    return [t.new_empty(t.shape) for t, needed in zip(inputs, needs, strict=True) if needed]
+    return [t.new_empty(t.shape) for t, needed in zip(inputs, needs, strict=True) if needed and t is not None]
 
 
 # ---- autograd, eager and compiled ----
@@ -140,12 +140,12 @@ def _gradients(ctx: Any, do: Tensor | None, dlse: Tensor | None, run: Any) -> tu
     tensors = AttentionSpec.parse(ctx.spec).tensors
     slots = [0, 1, 2] + [8 + tensors.index(name) if name in tensors else None for name in DIFFERENTIABLE]
     needs = [slot is not None and wanted[slot] for slot in slots]
-    found = [None] * (8 + len(aux))
+    found: list[Tensor | None] = [None] * (8 + len(aux))
     if do is None and dlse is None:
         return tuple(found)
     grads = iter(run(do, dlse, q, k, v, o, lse, aux, ctx.spec, ctx.scale, ctx.backend, ctx.max_q, ctx.max_k, needs))
-    for slot, needed in zip(slots, needs, strict=True):
-        if needed:
+    for slot in slots:
+        if slot is not None and wanted[slot]:
             found[slot] = next(grads)
     return tuple(found)
 
@@ -185,7 +185,7 @@ class _EagerAttention(_Attention):
 
 
 # `Function.apply` without its torch.func checks, which `attention` has made already.
-_apply_eager = super(torch.autograd.Function, _EagerAttention).apply
+_apply_eager: Any = super(torch.autograd.Function, _EagerAttention).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Backward(torch.autograd.Function):

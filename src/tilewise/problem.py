@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -215,7 +216,7 @@ def check_cu_seqlens(name: str, cu_seqlens: Any, total: int, max_seqlen: int | N
             )
         return max_seqlen
     values = cu_seqlens.tolist()
-    lengths = [b - a for a, b in zip(values, values[1:], strict=False)]
+    lengths = [b - a for a, b in itertools.pairwise(values)]
     if values[0] != 0 or any(length < 0 for length in lengths):
         raise ValueError(f"{name} must start at 0 and never decrease, got {_head(values)}")
     if values[-1] > total:

@@ -216,7 +216,7 @@ class _Draw:
         return masks.Chunk(size)
 
     def _prefix(self, length: int | str) -> masks.Mask:
-        return masks.Prefix(self.integers(self.n["Sk"] + 2, (self.n["B"],)) if length == "B" else length)
+        return masks.Prefix(self.integers(self.n["Sk"] + 2, (self.n["B"],)) if isinstance(length, str) else length)
 
     def _document(self, dims: str = "S") -> masks.Mask:
         """Runs of keys in shuffled order of id, queries anywhere; id -1 is padding, and some ids have no keys."""

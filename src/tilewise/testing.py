@@ -28,6 +28,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -98,7 +99,9 @@ def run(inputs: Inputs, backend: str | None = None) -> dict[str, Tensor]:
     """Outputs and gradients of a call: o, lse, max_logit, dq, dk, dv, and dbias, dalibi_slopes, dsinks if it has them."""
     named, leaves = _leaves(inputs)
     q, k, v = (named.pop(name) for name in ("q", "k", "v"))
-    options = inputs.options | named | {"return_lse": True, "return_max_logit": True, "backend": backend}
+    options: dict[str, Any] = (
+        inputs.options | named | {"return_lse": True, "return_max_logit": True, "backend": backend}
+    )
     options["generator"] = torch.Generator().manual_seed(inputs.seed)
     o, lse, max_logit = (attention_varlen if inputs.varlen else attention)(q, k, v, **options)
     return {"o": o, "lse": lse, "max_logit": max_logit} | _gradients(inputs, o, lse, leaves)

@@ -1,5 +1,8 @@
 """The backward pass: a job owns a chunk of keys of one kv head, so its gradients need no atomics and no fixed order."""
 
+# Numba passes the first argument of intrinsics itself.
+# pyright: reportCallIssue=false
+
 import functools
 import math
 from collections.abc import Sequence
@@ -231,6 +234,7 @@ def allocate(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, plan: Plan, needs: Ne
     heads, batch, bias, dbias = q.size(-2), plan.seq.size(0), plan.bias, None
     dq_shape, dq_dtype = (q.shape, q.dtype) if chunks == 1 else ((chunks, *q.shape), lse.dtype)
     if needs.dbias:
+        assert bias is not None
         partials = chunks if bias.stride(3) == 0 else 1  # chunks own their keys, unless the bias has none
         dbias = lse.new_zeros((partials, *broadcast_size(bias)))
     return Grads(
@@ -245,6 +249,7 @@ def allocate(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, plan: Plan, needs: Ne
 
 def sink_gradient(plan: Plan, lse: Tensor, delta: Tensor) -> Tensor:
     """dsinks[h] = -sum over rows of exp(sink - lse) delta."""
+    assert plan.sinks is not None
     sinks = plan.sinks.view(-1, 1)
     shares = torch.where(lse == -math.inf, 0.0, torch.exp(sinks - lse) * delta)
     return -(shares.sum(-1) if shares.dim() == 2 else shares.sum((0, 2)))
@@ -295,9 +300,9 @@ def backward(
     fields |= {"chunks": chunks, "chunk_bounds": bounds.ctypes.data, "chunk_rows": chunk_rows, "jobs": jobs * chunks}
     if dlse is not None:
         fields["dlse"] = dlse.data_ptr()
-    if needs.dsinks:
+    if buffers.dsinks is not None:
         fields["delta"] = buffers.dsinks.data_ptr()
-    if needs.dbias:
+    if buffers.dbias is not None and plan.bias is not None:
         fields |= matrix_fields("dbias", buffers.dbias[0].expand(plan.bias.shape))
         fields["dbias_chunk"] = buffers.dbias.stride(0) * buffers.dbias.element_size() if len(buffers.dbias) > 1 else 0
     sizes = (fields[name] for name in ("dim_padded", "value_dim_padded"))

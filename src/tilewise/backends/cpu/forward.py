@@ -1,5 +1,8 @@
 """The forward pass: a job is a block of query rows of one kv head; it walks the key tiles with an online softmax."""
 
+# Numba passes the first argument of intrinsics itself.
+# pyright: reportCallIssue=false
+
 import functools
 import math
 

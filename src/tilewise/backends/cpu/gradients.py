@@ -80,9 +80,9 @@ def set_gradient_lane(lanes, a, s, b, chunk, t, row, head, present):
 
 @njit
 def gradient_pass(lanes, score, grad, k0, k1, scale, lses, rests, slacks, deltas):
-    """p = 2^(scale (s - lse)) over s, ds = p (dp - delta) over dp; both 0 where the score is -inf, whatever dp holds.
+    """p = 2^(scale s - lse) over s, ds = p (dp - delta) over dp; both 0 where the score is -inf, whatever dp holds.
 
-    lse, in the units of s, comes as a rounded value and the rest: rounding it again would cost p a bit of precision.
+    lse, in units of log2, comes as a rounded value and the rest: rounding it again would cost p a bit of precision.
     p is 1 where it is 1 within the rounding of lse (`slacks`): one key with a large logit has taken all the weight.
     """
     columns, size, width = panel_width(lanes), element_bytes(lanes), vector_width(lanes)
@@ -93,7 +93,7 @@ def gradient_pass(lanes, score, grad, k0, k1, scale, lses, rests, slacks, deltas
         for n in range(k0, k1):
             at = (n * columns + strip) * size
             s = load(lanes, score + at)
-            x = ((s - lse) - rest) * factor
+            x = fma(s, factor, zero - lse) - rest
             p = select(s == masked, zero, exp2(select(x > slack, zero, x)))
             store(lanes, score + at, p)
             store(lanes, grad + at, select(p == zero, zero, p * (load(lanes, grad + at) - delta)))

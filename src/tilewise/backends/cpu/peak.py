@@ -1,5 +1,8 @@
 """What one core can do: the FMA rate of a bare micro-kernel loop, the yardstick of the benchmarks."""
 
+# Numba passes the first argument of intrinsics itself.
+# pyright: reportCallIssue=false
+
 import time
 
 import numpy as np

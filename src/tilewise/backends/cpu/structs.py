@@ -51,13 +51,16 @@ SCRATCH = _record(SCRATCH_FIELDS)
 ARGS_BYTES = max(FORWARD_ARGS.itemsize, BACKWARD_ARGS.itemsize)
 
 _PACK = {  # by size: numpy's own way from a tuple to a record takes three times as long
-    record.itemsize: struct.Struct("".join(record[name].char for name in record.names).replace("l", "q")).pack_into
+    record.itemsize: struct.Struct(
+        "".join(record[name].char for name in record.names or ()).replace("l", "q")
+    ).pack_into
     for record in (FORWARD_ARGS, BACKWARD_ARGS)
 }
 
 
 def fill(record: np.dtype, target: bytearray, fields: Mapping[str, Any]) -> None:
     """Write one record to the start of `target`; fields not given are 0. A name that the record lacks is an error."""
+    assert record.names is not None
     values = dict.fromkeys(record.names, 0)
     values.update(fields)
     if len(values) != len(record.names):

@@ -1,0 +1,64 @@
+"""The README is true: its commands exist, its code runs, its tables and figures come from where it says."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_python_blocks_run():
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(block, {"__name__": "readme"})
+
+
+@pytest.mark.parametrize("target", re.findall(r"^make (\w+)", README, re.MULTILINE))
+def test_make_targets_exist(target):
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def test_commands_exist():
+    from tilewise.cli.main import COMMANDS
+
+    named = set(re.findall(r"`tilewise (\w+)", README))
+    assert named == set(COMMANDS) - {"demo"} or named == set(COMMANDS)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_named_files_exist(page):
+    text = page.read_text()
+    for link in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (page.parent / link).exists(), link
+    for name in re.findall(r"`((?:tests|docs|benchmarks|src)/[\w./]+\.\w+)`", text):
+        assert (ROOT / name).exists(), name
+
+
+def test_figures_are_what_the_stored_results_say():
+    from benchmarks import figures
+
+    begin, end = "<!-- figures:begin -->\n", "<!-- figures:end -->"
+    written = README[README.index(begin) + len(begin) : README.index(end)]
+    assert written.strip() == figures.markdown().strip(), "run `python -m benchmarks.figures` and paste its output"
+
+
+def test_stored_results_name_their_circumstances():
+    results = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    assert results
+    for path in results:
+        machine = json.loads(path.read_text())["machine"]
+        assert machine["cpu"] and machine["torch"] and machine["date"], path
+
+
+def test_help_lists_every_command():
+    page = subprocess.run([sys.executable, "-m", "tilewise.cli.main", "--help"], capture_output=True, text=True, check=True)
+    from tilewise.cli.main import COMMANDS
+
+    assert all(name in page.stdout for name in COMMANDS)
