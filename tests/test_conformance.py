@@ -67,3 +67,16 @@ def test_no_grad_is_bitwise_grad_mode(case: Case, backend: str):
     for name, t in zip(("o", "lse", "max_logit"), outputs, strict=True):
         assert not t.requires_grad
         torch.testing.assert_close(t, expected[name].detach(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_long_rows_are_compared_in_blocks(monkeypatch):
+    """Dense results by blocks of rows are those of the whole."""
+    inputs = testing.make_inputs(testing.Case("long", B=2, Sq=70, Sk=90, H=4, Hkv=2, mask=(("window", 30, 5),)))
+    inputs = inputs.to(torch.float64)
+    whole = testing._dense(inputs)
+    options = {"window_size": (30, 5)}
+    monkeypatch.setattr(testing, "LARGEST_DENSE", 20 * 90)
+    blocks = testing._dense(dataclasses.replace(inputs, options=options))
+    assert blocks.keys() == whole.keys()
+    for name in whole:
+        torch.testing.assert_close(blocks[name], whole[name], rtol=1e-12, atol=1e-12, msg=name)

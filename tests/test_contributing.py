@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import CASES
 
 import tilewise
 from tilewise import dispatch, masks, mods, reference
 from tilewise.backends.base import FEATURES
 from tilewise.spec import DIFFERENTIABLE, TENSORS, AttentionSpec, MaskTerm
 from tilewise.testing import assert_matches_reference
-
-from cases import CASES
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
@@ -66,7 +65,7 @@ def test_recipe_for_a_backend(monkeypatch):
 
     assert_matches_reference(dataclasses.replace(case, needs=(), dtypes=(torch.float32,)), backend="dense")
     q = torch.randn(1, 8, 2, 16)
-    with pytest.raises(tilewise.NoBackendError, match="dense.*no softcap"):
+    with pytest.raises(tilewise.NoBackendError, match=r"dense.*no softcap"):
         tilewise.attention(q, q, q, softcap=3.0, backend="dense")
     dispatch.load.cache_clear()
 

@@ -58,7 +58,9 @@ def test_stored_results_name_their_circumstances():
 
 
 def test_help_lists_every_command():
-    page = subprocess.run([sys.executable, "-m", "tilewise.cli.main", "--help"], capture_output=True, text=True, check=True)
+    page = subprocess.run(
+        [sys.executable, "-m", "tilewise.cli.main", "--help"], capture_output=True, text=True, check=True
+    )
     from tilewise.cli.main import COMMANDS
 
     assert all(name in page.stdout for name in COMMANDS)

@@ -33,14 +33,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise import dispatch, masks, reference
+from tilewise import dispatch, masks, predicates, reference
 from tilewise.api import attention, attention_varlen
 from tilewise.problem import Problem, Signature, make_problem
 from tilewise.sampling import Case, Inputs, draw
+from tilewise.sequences import row_bounds, sequences
 from tilewise.spec import DIFFERENTIABLE, TENSORS, AttentionSpec, BoundSpec, MaskTerm
 
 MAX_RATIO, MAX_EPS = 2.0, 2.0
 RMS_RATIO, RMS_EPS = 1.5, 2.0
+LARGEST_DENSE = 2**22  # entries of a score matrix that are computed at once
+BY_ROWS = {"causal", "window_size", "softcap", "softmax_scale"}  # options with which dense rows can be computed apart
 
 
 def make_inputs(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> Inputs:
@@ -108,13 +111,39 @@ def run(inputs: Inputs, backend: str | None = None) -> dict[str, Tensor]:
 
 
 def _dense(inputs: Inputs) -> dict[str, Tensor]:
-    """The same from the dense reference, in the dtype of the inputs."""
+    """The same from the dense reference, in the dtype of the inputs; long sequences by blocks of rows."""
+    if not inputs.varlen and inputs.q.shape[1] * inputs.k.shape[1] > LARGEST_DENSE and inputs.options.keys() <= BY_ROWS:
+        return _dense_by_rows(inputs)
     named, leaves = _leaves(inputs)
     bound = dataclasses.replace(bind(inputs), **{name: t for name, t in named.items() if name in DIFFERENTIABLE})
     o, lse = reference.attention(named["q"], named["k"], named["v"], bound)
     with torch.no_grad():
         max_logit = reference.max_logit(named["q"], named["k"], bound)
     return {"o": o.detach(), "lse": lse.detach(), "max_logit": max_logit} | _gradients(inputs, o, lse, leaves)
+
+
+def _dense_by_rows(inputs: Inputs) -> dict[str, Tensor]:
+    bound = bind(inputs)
+    Sq, Sk = inputs.q.shape[1], inputs.k.shape[1]
+    bounds = row_bounds(bound, sequences(bound, inputs.q.shape, inputs.k.shape, 0, 0), 0)
+    do, dlse = inputs.upstream()
+    options = {name: value for name, value in inputs.options.items() if name not in ("causal", "window_size")}
+    found = []
+    for rows in torch.arange(Sq).split(max(LARGEST_DENSE // Sk, 1)):
+        seen = predicates.keep_interval(torch.arange(Sk), bounds.lo[rows, None], bounds.hi[rows, None])
+        part = {
+            "q": inputs.q[:, rows],
+            "do": do[:, rows],
+            "dlse": dlse[:, :, rows],
+            "options": options | {"mask": seen},
+        }
+        found.append(_dense(dataclasses.replace(inputs, **part)))
+    joined = {"max_logit": torch.stack([part["max_logit"] for part in found]).amax(0)}
+    joined |= {name: torch.cat([part[name] for part in found], dim) for name, dim in (("o", 1), ("lse", 2))}
+    for name in found[0].keys() - joined.keys():
+        parts = [part[name] for part in found]
+        joined[name] = torch.cat(parts, 1) if name == "dq" else torch.stack(parts).sum(0)
+    return joined
 
 
 def _leaves(inputs: Inputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -62,8 +62,35 @@ from .panels import (
 )
 from .plan import Plan
 from .scores import drop, lane_sees, score_panel
-from .simd import Lanes, element_bytes, exp2, inlined, panel_width, select, splat, vector_width
+from .simd import (
+    PANEL_VECTORS,
+    Lanes,
+    element_bytes,
+    exp2_scaled,
+    fma,
+    inlined,
+    panel_width,
+    select,
+    splat,
+    vector_width,
+)
 from .structs import FORWARD_ARGS
+
+
+@inlined
+def raise_maxima(lanes, panel, k0, k1, maxima):
+    """The running maximum of each lane, over all its vectors at once: one at a time is half as fast."""
+    strip = vector_width(lanes) * element_bytes(lanes)
+    first, second, third = load(lanes, maxima), load(lanes, maxima + strip), load(lanes, maxima + 2 * strip)
+    for n in range(k0, k1):
+        at = panel + n * PANEL_VECTORS * strip
+        s, t, u = load(lanes, at), load(lanes, at + strip), load(lanes, at + 2 * strip)
+        first = select(s > first, s, first)  # NaN does not win here; it reaches the sum through p
+        second = select(t > second, t, second)
+        third = select(u > third, u, third)
+    store(lanes, maxima, first)
+    store(lanes, maxima + strip, second)
+    store(lanes, maxima + 2 * strip, third)
 
 
 @njit
@@ -74,22 +101,20 @@ def softmax_panel(lanes, panel, k0, k1, scale, maxima, sums, alphas):
     """
     columns, size, width = panel_width(lanes), element_bytes(lanes), vector_width(lanes)
     zero, empty, factor = splat(lanes, 0.0), splat(lanes, -math.inf), splat(lanes, scale)
+    for strip in range(0, columns, width):  # `alphas` keeps the old maxima
+        store(lanes, alphas + strip * size, load(lanes, maxima + strip * size))
+    raise_maxima(lanes, panel, k0, k1, maxima)
     for strip in range(0, columns, width):
         at = strip * size
-        old = load(lanes, maxima + at)
-        top = old
-        for n in range(k0, k1):
-            s = load(lanes, panel + n * columns * size + at)
-            top = select(s > top, s, top)  # NaN does not win here; it reaches the sum through p
+        top = load(lanes, maxima + at)
         shift = select(top == empty, zero, top)
-        alpha = exp2((old - shift) * factor)
-        total = load(lanes, sums + at) * alpha
+        alpha = exp2_scaled(load(lanes, alphas + at) - shift, factor)
+        total = zero  # of this tile: one sum over a long row would lose bits
         for n in range(k0, k1):
-            p = exp2((load(lanes, panel + n * columns * size + at) - shift) * factor)
+            p = exp2_scaled(load(lanes, panel + n * columns * size + at) - shift, factor)
             store(lanes, panel + n * columns * size + at, p)
             total = total + p
-        store(lanes, maxima + at, top)
-        store(lanes, sums + at, total)
+        store(lanes, sums + at, fma(load(lanes, sums + at), alpha, total))
         store(lanes, alphas + at, alpha)
 
 
