@@ -23,7 +23,7 @@ LAYERS = (
     ("dispatch",),
     ("ops", "call", "cost", "merge"),
     ("api",),
-    ("explain", "flash_attn", "sampling", "testing", "cli", "training", ""),
+    ("explain", "page", "flash_attn", "sampling", "testing", "cli", "training", ""),
 )
 #: Rows whose modules may import each other (packages of the top row are whole programs).
 TOP = len(LAYERS) - 1

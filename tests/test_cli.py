@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import tilewise
+from tilewise.backends.cpu import CpuBackend
 from tilewise.cli import bench, caps, memory, problems
 from tilewise.cli.main import COMMANDS, app
 from tilewise.dispatch import BACKENDS
@@ -191,8 +192,13 @@ def test_bench_two_threads(tmp_path):
 
 
 def test_bench_refuses_wrong_results(monkeypatch, tmp_path):
-    right = tilewise.attention
-    monkeypatch.setattr(tilewise, "attention", lambda q, k, v, **options: right(q, k, v, **options) * 1.01)
+    forward = CpuBackend.forward
+
+    def wrong(*args):
+        o, *rest = forward(*args)
+        return (o * 1.01, *rest)
+
+    monkeypatch.setattr(CpuBackend, "forward", wrong)
     output = run(
         *("bench", "--shape", "1x2x400x16", "--dtype", "fp32", "--rounds", 1, "--json", tmp_path / "b.json"), code=1
     )

@@ -1,10 +1,12 @@
 """Every backend, every case, every dtype: outputs and all gradients against the float64 reference."""
 
+import dataclasses
+
 import pytest
 import torch
 from cases import CASES
 
-from tilewise import attention, attention_varlen, dispatch
+from tilewise import attention, attention_varlen, dispatch, testing
 from tilewise.testing import Case, assert_matches_reference, make_inputs, run, why_not
 
 BACKENDS = dispatch.names()

@@ -1,0 +1,81 @@
+"""The README's figures, written from the stored results: `python benchmarks/figures.py` prints them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def stored(name: str) -> dict[str, Any]:
+    """One stored result of this folder."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def circumstances(data: dict[str, Any]) -> str:
+    """Where and when a result was measured."""
+    m = data["machine"]
+    return f"{m['cpu']}, {m['cores']} cores, torch {m['torch']}, numba {m['numba']}, {m['date'][:10]}"
+
+
+def speed() -> str:
+    """GFLOP/s against SDPA, one thread."""
+    data = stored("bench-cpu")
+    lines = [
+        "Speed against PyTorch's `scaled_dot_product_attention`, one thread, CPU time, interleaved in one run, after a "
+        f"conformance check of each shape ({circumstances(data)}; `tilewise bench`, `benchmarks/results/bench-cpu.json`):",
+        "",
+        "| batch x heads x seqlen x head dim | dtype | forward | backward |",
+        "|---|---|---|---|",
+    ]
+    rows: dict[tuple[str, str], dict[str, str]] = {}
+    for r in data["results"]:
+        cell = f"{r['ratio']:.2f}x ({r['tilewise']['gflops']:.0f} against {r['sdpa']['gflops']:.0f} GFLOP/s)"
+        rows.setdefault((r["shape"], r["dtype"]), {})[r["pass"]] = cell
+    lines += [f"| {shape} | {dtype} | {c['forward']} | {c['backward']} |" for (shape, dtype), c in rows.items()]
+    means = data["geometric_means"]
+    for dtype in dict.fromkeys(r["dtype"] for r in data["results"]):
+        forward, backward = (f"{means[f'{dtype} {name}']:.2f}x" for name in ("forward", "backward"))
+        lines.append(f"| geometric mean | {dtype} | {forward} | {backward} |")
+    return "\n".join(lines)
+
+
+def memory() -> str:
+    """Saved and peak bytes against N."""
+    data = stored("memory-cpu")
+    p = data["problem"]
+    lines = [
+        f"Memory of one training step of attention, B{p['B']} H{p['H']} D{p['D']} {p['dtype']} causal, measured "
+        f"(computed in italics) ({circumstances(data)}; `tilewise memory`, `benchmarks/results/memory-cpu.json`):",
+        "",
+        "| N | saved for backward: tilewise | standard | peak beyond inputs, outputs, gradients: tilewise | standard |",
+        "|---|---|---|---|---|",
+    ]
+    for point in data["points"]:
+        cells = [_megabytes(point, who, what) for what in ("saved", "peak") for who in ("tilewise", "standard")]
+        lines.append(f"| {point['N']:,} | " + " | ".join(cells) + " |")
+    limit, total = data["out_of_memory_at"], data["memory_bytes"] / 2**30
+    lines += [
+        "",
+        f"In {total:.1f} GiB of memory standard attention ends at N = {limit['standard']:,} (computed), tilewise at "
+        f"N = {limit['tilewise']:,}.",
+    ]
+    return "\n".join(lines)
+
+
+def _megabytes(point: dict[str, Any], who: str, what: str) -> str:
+    measured = point["measured"].get(who)
+    value = (measured or point["computed"][who])[what] / 1e6
+    text = f"{value:,.1f} MB"
+    return text if measured else f"*{text}*"
+
+
+def markdown() -> str:
+    """All figures of the README."""
+    return "\n\n".join([speed(), memory()])
+
+
+if __name__ == "__main__":
+    print(markdown())
