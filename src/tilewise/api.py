@@ -45,7 +45,8 @@ def attention(
         v: (B, Sk, Hkv, Dv); Dv may differ from D.
         mask: a mask object (`Causal`, `Window`, `Prefix`, `Document`, `Chunk`, `Blocks`, `Dense`), several combined with
             ``&``, or a bool tensor broadcastable to (B, H, Sq, Sk) where True means "seen". Default: all keys.
-        causal: True or "bottom_right" (the last query sees the last key), or "top_left" (query 0 sees key 0).
+        causal: "bottom_right" (the last query sees the last key), "top_left" (query 0 sees key 0), or True: the alignment
+            of the call, bottom-right unless a mask says otherwise.
         window_size: (left, right): keys from ``m - left`` to ``m + right`` are seen; None or -1 is no limit on that side.
         bias: added to the scores, any float dtype, broadcastable to (B, H, Sq, Sk). Gets its gradient.
         alibi_slopes: (H,) or (B, H). Gets its gradient.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from tilewise import dispatch
 from tilewise.checks import as_int, describe
 from tilewise.masks import ALIGNMENTS, Causal, Mask, Window, as_mask, window_side
-from tilewise.problem import Problem, Signature, check_cu_seqlens, check_number, make_problem
+from tilewise.problem import LARGEST, Problem, Signature, check_cu_seqlens, check_number, make_problem
 from tilewise.spec import TENSORS, AttentionSpec, MaskTerm
 
 LAYOUTS = ("bshd", "bhsd")
@@ -90,10 +89,12 @@ def problem_of(signatures: tuple, spec: AttentionSpec, max_q: int, max_k: int) -
 
 def _describe(q, k, v, masks, align, named, softcap, dropout_p, softmax_scale, deterministic, generator, max_q, max_k):
     # Numbers before the cache below: a tensor would be found there by identity, whatever it holds by then.
-    cap = None if softcap is None else check_number(softcap, "softcap", 0.0, inf) or None
+    cap = None if softcap is None else check_number(softcap, "softcap") or None
     p = check_number(dropout_p, "dropout_p", 0.0, 1.0) if isinstance(dropout_p, Tensor) or dropout_p != 0 else 0.0
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator on the CPU or None, got {describe(generator)}")
     if p:
-        named["seed"] = torch.randint(0, 2**63 - 1, (1,), generator=generator, dtype=torch.int64)
+        named["seed"] = torch.randint(0, 2**63 - 1, (1,), generator=generator, dtype=torch.int64, device="cpu")
     present = tuple(name for name in TENSORS if named.get(name) is not None)
     terms, mask_tensors = _terms(masks)
     aux = [named[name] for name in present] + mask_tensors
@@ -104,7 +105,7 @@ def _describe(q, k, v, masks, align, named, softcap, dropout_p, softmax_scale, d
         q, k, v = _autocast(q, k, v)
     make_spec = AttentionSpec if torch.compiler.is_compiling() else _make_spec
     spec = make_spec(terms, align, cap, p, bool(deterministic), present)
-    scale = _default_scale(q) if softmax_scale is None else check_number(softmax_scale, "softmax_scale", -inf, inf)
+    scale = _default_scale(q) if softmax_scale is None else check_number(softmax_scale, "softmax_scale", -LARGEST)
     signatures = tuple((t.shape, t.dtype, t.device) for t in (q, k, v, *aux))
     return Call(q, k, v, aux, spec, scale, max_q, max_k, signatures)
 
@@ -157,6 +158,10 @@ def _check_tensors(q: Any, k: Any, v: Any) -> None:
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
+        if t.layout is not torch.strided or t.is_nested:
+            raise TypeError(
+                f"{name} must be a dense (strided) tensor, got layout {t.layout}; packed ones go to attention_varlen"
+            )
 
 
 def _optional_int(value: Any) -> int | None:

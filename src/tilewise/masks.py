@@ -347,7 +347,7 @@ def window_side(value: Any, side: str) -> int | None:
     value = as_int(value, f"window {side}")
     if value < -1:
         raise ValueError(f"window {side} must be >= 0, or None (or -1) for no limit, got {value}")
-    return None if value == -1 else value
+    return None if value == -1 or value >= 2**31 else value  # no sequence is longer
 
 
 def check_align(align: str | None) -> None:

@@ -37,6 +37,10 @@ DOUBLE_BACKWARD = (
     "compute it with tilewise.reference.attention, which is differentiable any number of times."
 )
 JVP = "tilewise: forward-mode derivatives (jvp) are not implemented; use tilewise.reference.attention for them."
+BATCHED_GRADIENTS = (
+    "tilewise: batched gradients (is_grads_batched=True, vectorize=True) are not implemented; use torch.func.vmap over "
+    "torch.func.vjp, or one torch.autograd.grad per vector."
+)
 VMAP_DROPOUT = "tilewise: vmap over attention with dropout is not supported: every slice would draw the same mask."
 
 
@@ -180,6 +184,9 @@ class _EagerAttention(_Attention):
 
     @staticmethod
     def backward(ctx, do, dlse, _):  # pyright: ignore[reportIncompatibleMethodOverride]
+        is_batched = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
+        if any(g is not None and is_batched(g) for g in (do, dlse)):
+            raise NotImplementedError(BATCHED_GRADIENTS)
         watched = torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0
         return _gradients(ctx, do, dlse, _bwd if watched else _backward)
 

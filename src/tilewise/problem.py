@@ -16,6 +16,7 @@ from tilewise.spec import AttentionSpec
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 512
+LARGEST, SMALLEST = 1e30, 1e-30  # magnitudes of scales and caps that leave room in float32
 
 
 @dataclass(frozen=True)
@@ -184,14 +185,20 @@ def _check_document(problem: Problem, ids_shape: Sequence[int], length_k: int) -
         )
 
 
-def check_number(value: Any, what: str, low: float, high: float) -> float:
-    """A finite float with ``low <= value < high``; 0-dim tensors are accepted."""
+def check_number(value: Any, what: str, low: float = 0.0, high: float = LARGEST) -> float:
+    """A finite float with ``low <= value < high`` that float32 kernels can hold; 0-dim tensors are accepted."""
+    if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{what} gets no gradient: detach it, or apply a learnable factor to q instead")
+    if isinstance(value, (str, bytes, bool)):
+        raise TypeError(f"{what} must be a number, got {describe(value)}")
     try:
         number = float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{what} must be a number, got {describe(value)}") from None
-    if not low <= number < high or number == -math.inf:  # comparisons only: torch.compile may make the number symbolic
+    if number != number or not low <= number < high:  # NaN differs from itself; math.isfinite breaks dynamic compile
         raise ValueError(f"{what} must be finite and in [{low}, {high}), got {number}")
+    if number != 0 and -SMALLEST < number < SMALLEST and what != "dropout_p":
+        raise ValueError(f"{what} must be 0 or at least {SMALLEST} in magnitude, got {number}")
     return number
 
 
@@ -242,7 +249,7 @@ def _check_used(name: str, used: Any, lengths: list[int]) -> None:
 
 def _readable(t: Tensor) -> bool:
     """Whether reading values is possible: not under torch.compile, fake tensors or functorch."""
-    return type(t) is Tensor and not torch.compiler.is_compiling()
+    return type(t) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
 
 
 def _head(values: list[int]) -> str:

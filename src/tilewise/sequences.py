@@ -53,7 +53,7 @@ def sequences(bound: BoundSpec, q_shape: Sequence[int], k_shape: Sequence[int], 
 
 @lru_cache(maxsize=256)
 def _dense_sequences(B: int, Sq: int, Sk: int, align: str) -> Sequences:
-    zero = torch.zeros(B, dtype=torch.int64)
+    zero = torch.zeros(B, dtype=torch.int64, device="cpu")
     shift = Sk - Sq if align == "bottom_right" else 0
     return Sequences(zero, zero + Sq, zero, zero + Sk, zero + shift, Sq, Sk, False)
 
@@ -80,7 +80,7 @@ def row_bounds(bound: BoundSpec, seqs: Sequences, total_q: int) -> RowBounds:
 @lru_cache(maxsize=32)
 def _shared_bounds(masks: tuple[IntervalMask, ...], Sq: int, Sk: int, align: str) -> RowBounds:
     # Closed-form masks of one (Sq, Sk) are the same for every call: training steps find them here.
-    index = torch.arange(Sq)
+    index = torch.arange(Sq, device="cpu")
     m = index + (Sk - Sq if align == "bottom_right" else 0)
     lo, hi = _intersect(masks, Rows(m, torch.zeros_like(index), index), torch.full_like(index, Sk))
     return RowBounds(lo, hi, 0)

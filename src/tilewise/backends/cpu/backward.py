@@ -238,9 +238,9 @@ def allocate(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, plan: Plan, needs: Ne
         partials = chunks if bias.stride(3) == 0 else 1  # chunks own their keys, unless the bias has none
         dbias = lse.new_zeros((partials, *broadcast_size(bias)))
     return Grads(
-        dq=new(dq_shape, dtype=dq_dtype) if needs.dq else None,
-        dk=new(k.shape, dtype=k.dtype) if needs.dk else None,
-        dv=new(v.shape, dtype=v.dtype) if needs.dv else None,
+        dq=new(dq_shape, dtype=dq_dtype, device="cpu") if needs.dq else None,
+        dk=new(k.shape, dtype=k.dtype, device="cpu") if needs.dk else None,
+        dv=new(v.shape, dtype=v.dtype, device="cpu") if needs.dv else None,
         dbias=dbias,
         dslopes=lse.new_zeros((chunks, batch, heads)) if needs.dslopes else None,
         dsinks=torch.zeros_like(lse) if needs.dsinks else None,

@@ -290,9 +290,9 @@ def forward(
     lanes = lanes or host_lanes(torch.finfo(real).bits)
     (*outer, rows, heads, dim), value_dim, batch = q.shape, v.size(-1), plan.seq.size(0)
     packed = not outer
-    o = torch.empty((*outer, rows, heads, value_dim), dtype=q.dtype) if out is None else out
-    lse = torch.empty((heads, rows) if packed else (batch, heads, rows), dtype=real)
-    max_logit = torch.full((heads,), -math.inf, dtype=real)
+    o = torch.empty((*outer, rows, heads, value_dim), dtype=q.dtype, device="cpu") if out is None else out
+    lse = torch.empty((heads, rows) if packed else (batch, heads, rows), dtype=real, device="cpu")
+    max_logit = torch.full((heads,), -math.inf, dtype=real, device="cpu")
     if packed:  # rows between sequences belong to no job
         o.zero_()
         lse.fill_(-math.inf)

@@ -46,7 +46,7 @@ class _Workspace(threading.local):
     """What a calling thread keeps between calls: scratch, and memory for the args record."""
 
     def __init__(self):
-        self.scratch = torch.empty(0, dtype=torch.uint8)
+        self.scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.args = bytearray(ARGS_BYTES)
         self.args_address = ctypes.addressof(ctypes.c_char.from_buffer(self.args))
 
@@ -82,6 +82,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def last_dim_dense(x: Tensor) -> Tensor:
     """`x` with consecutive elements along its last dim: a copy only where they are not."""
+    x = x.resolve_neg()
     return x if x.stride(-1) == 1 or x.size(-1) == 1 else x.contiguous()
 
 
@@ -219,7 +220,7 @@ def scratch_memory(size: int) -> Tensor:
     """`size` bytes and room to align them; small ones are kept per calling thread."""
     kept = _workspace.scratch
     if kept.numel() < size + CACHE_LINE:
-        kept = torch.empty(size + CACHE_LINE, dtype=torch.uint8)
+        kept = torch.empty(size + CACHE_LINE, dtype=torch.uint8, device="cpu")
         if size <= KEPT_SCRATCH_BYTES:
             _workspace.scratch = kept
     return kept

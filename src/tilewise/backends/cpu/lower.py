@@ -24,6 +24,8 @@ def _lower(
     bound: BoundSpec, q_shape: torch.Size, k_shape: torch.Size, dtype: torch.dtype, max_q: int, max_k: int
 ) -> Plan:
     seqs = sequences(bound, q_shape, k_shape, max_q, max_k)
+    if seqs.varlen:
+        _check_sequences(seqs, q_shape[0], k_shape[0])
     bounds = row_bounds(bound, seqs, q_shape[0])
     acc = torch.float64 if dtype == torch.float64 else torch.float32
     B, H = seqs.batch, q_shape[-2]
@@ -39,9 +41,9 @@ def _lower(
         bounds_stride=bounds.stride,
         softmax_scale=bound.softmax_scale,
         softcap=bound.spec.softcap,
-        slopes=None if bound.alibi_slopes is None else bound.alibi_slopes.to(acc).expand(B, H),
-        bias=None if bound.bias is None else bound.bias.expand(full),
-        sinks=None if bound.sinks is None else bound.sinks.to(acc),
+        slopes=None if bound.alibi_slopes is None else bound.alibi_slopes.to(acc).resolve_neg().expand(B, H),
+        bias=None if bound.bias is None else bound.bias.resolve_neg().expand(full),
+        sinks=None if bound.sinks is None else bound.sinks.to(acc).resolve_neg().contiguous(),
         keep=None if keep is None else keep.expand(full),
         tiles=_tile_ranges(tile_map(masks, seqs.max_q, seqs.max_k), B, H, seqs.max_k) if masks else None,
         dropout_p=bound.spec.dropout_p,
@@ -52,6 +54,27 @@ def _lower(
 _lower_bare = lru_cache(maxsize=64)(_lower)
 
 
+def _check_sequences(seqs: Sequences, total_q: int, total_k: int) -> None:
+    """Refuse lengths that would lead a kernel outside its tensors.
+
+    `problem.check_cu_seqlens` has seen to it in eager calls; compiled ones bring the values only now.
+    """
+    for name, start, length, longest, total in (
+        ("q", seqs.q_start, seqs.q_len, seqs.max_q, total_q),
+        ("k", seqs.k_start, seqs.k_len, seqs.max_k, total_k),
+    ):
+        if len(start) == 0:
+            continue
+        inside = (start >= 0) & (length >= 0) & (start + length <= total) & (length <= longest)
+        apart = start[1:] >= start[:-1] + length[:-1]
+        if not bool(inside.all() & apart.all() & (start[0] == 0)):
+            given = f"starts {start.tolist()[:10]}, lengths {length.tolist()[:10]}"
+            raise ValueError(
+                f"cu_seqlens_{name} and seqused_{name} must start at 0, never decrease and stay within {total} rows, each "
+                f"sequence within max_seqlen_{name} = {longest}; got {given}"
+            )
+
+
 def _sequence_table(seqs: Sequences) -> Tensor:
     return torch.stack([seqs.q_start, seqs.q_len, seqs.k_start, seqs.k_len, seqs.shift], dim=1).contiguous()
 
@@ -59,7 +82,7 @@ def _sequence_table(seqs: Sequences) -> Tensor:
 @lru_cache(maxsize=256)
 def _dense_table(B: int, Sq: int, Sk: int, align: str) -> Tensor:
     shift = Sk - Sq if align == "bottom_right" else 0
-    return torch.tensor([[0, Sq, 0, Sk, shift]], dtype=torch.int64).expand(B, 5).contiguous()
+    return torch.tensor([[0, Sq, 0, Sk, shift]], dtype=torch.int64, device="cpu").expand(B, 5).contiguous()
 
 
 def _tile_ranges(tiles: TileMap, B: int, H: int, max_k: int) -> TileRanges:
