@@ -231,7 +231,7 @@ def draw_bars(results: Sequence[Result], path: Path) -> None:
             for offset, rival in ((-0.2, "tilewise"), (0.2, "sdpa")):
                 at = [i + offset for i in range(len(shown))]
                 axes.bar(at, [r.gflops(rival) for r in shown], 0.4, label=rival)
-            labels = [f"{r.shape}\n{r.name}" + (f" {r.threads}T" if r.threads > 1 else "") for r in shown]
-            axes.set_xticks(range(len(shown)), labels, fontsize=7)
+            lines = [[*str(r.shape).split(":"), r.name, *([f"{r.threads}T"] if r.threads > 1 else [])] for r in shown]
+            axes.set_xticks(range(len(shown)), ["\n".join(label) for label in lines], fontsize=7)
             axes.set(ylabel="GFLOP/s", title=name)
-            axes.legend()
+            axes.legend(loc="lower right")

@@ -148,7 +148,7 @@ def backward_kernel(lanes: Lanes):
                 backward_chunk(lanes, a, s, b, head_kv, chunk)
             job = take_ticket(address)
 
-    return compile_kernel(kernel)
+    return compile_kernel(kernel, f"fp{lanes.bits} backward")
 
 
 @functools.lru_cache(256)

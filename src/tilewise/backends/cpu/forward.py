@@ -246,7 +246,7 @@ def forward_kernel(lanes: Lanes):
             forward_block(lanes, a, s, job)
             job = take_ticket(address)
 
-    return compile_kernel(kernel)
+    return compile_kernel(kernel, f"fp{lanes.bits} forward")
 
 
 @functools.lru_cache(256)
