@@ -452,7 +452,7 @@ def test_edited_helpers_leave_no_stale_cache(tmp_path):
         "    lanes = Lanes(32, 4, sources)\n\n"
         "    def kernel(address):\n"
         "        vector_width(lanes)\n\n"
-        "    return compile_kernel(kernel, \"test\").stats\n"
+        '    return compile_kernel(kernel, "test").stats\n'
     )
     module_spec = importlib.util.spec_from_file_location("cached_kernel", path)
     module = importlib.util.module_from_spec(module_spec)

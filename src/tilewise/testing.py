@@ -11,9 +11,10 @@ for the output, the logsumexp, the largest score and every gradient. What makes 
 - Dense attention's error is luck in a small tensor: the largest error of several orders of summation over the head dims
   counts, and for the largest score, a handful of numbers, the largest error of any score.
 - Gradients are recomputed from the saved logsumexp, one number per row with one rounding, as in every FlashAttention:
-  ``p = exp(score - lse)`` is off by up to ``|lse| eps / 2``, which is added to the ``2 eps`` of gradients.
-- ``ds = p (dp - delta)`` is a difference, and ``delta = do . o`` uses the saved, rounded o: half an ulp of o, for one unit of
-  probability, is added in dq, dk and dbias. It matters where few numbers cancel.
+  ``p = exp(score - lse)`` is off by up to ``|lse| eps / 2`` in each row; twice that, since dk and dv add up rows, is added to
+  the ``2 eps`` of gradients.
+- ``ds = p (dp - delta)`` is a difference of two rounded numbers, and ``delta = do . o`` uses the saved, rounded o: these
+  roundings, for one unit of probability, are added in dq, dk and dbias. They matter where few numbers cancel.
 - The gradient of a broadcast bias is a sum that cancels: the sum of its terms' magnitudes stands for ``|ref64|``.
 - In float64, where the dense computation *is* the reference, its error is that of float32 on the same problem times the
   ratio of the two eps.
@@ -197,7 +198,7 @@ def assert_matches_reference(
     found, (exact, sizes) = run(what, backend), _exact(what)
     dense_errors = _dense_errors(what, exact)
     saved = exact["lse"][exact["lse"].isfinite()]
-    lse_error = 0.5 * torch.finfo(found["lse"].dtype).eps * (_max(saved) if saved.numel() else 0.0)
+    lse_error = torch.finfo(found["lse"].dtype).eps * (_max(saved) if saved.numel() else 0.0)
     delta_slack = _delta_slack(what, exact["o"])
     complaints = []
     for name, got in found.items():
@@ -269,11 +270,13 @@ def _score_error(inputs: Inputs) -> Tensor:
 
 
 def _delta_slack(what: Inputs, o: Tensor) -> dict[str, float]:
-    """What half an ulp of the saved o, through ``delta = do . o``, can do to one unit of probability in dq, dk and dbias."""
+    """What the roundings of o, dp and delta can do, through ``dp - delta``, to one unit of probability in dq, dk and dbias."""
     if not o.numel():
         return {}
     do = torch.where(what.upstream()[0].isfinite(), what.upstream()[0], 0.0).double()
-    delta = 0.5 * torch.finfo(what.q.dtype).eps * _max((do * o).abs().sum(-1))
+    accumulator = torch.float64 if what.q.dtype == torch.float64 else torch.float32
+    roundings = 0.5 * torch.finfo(what.q.dtype).eps + torch.finfo(accumulator).eps
+    delta = roundings * _max((do * o).abs().sum(-1))
     scale = abs(bind(what).softmax_scale)
     q, k = (_max(torch.where(t.isfinite(), t, 0.0)) if t.numel() else 0.0 for t in (what.q, what.k))
     return {"dq": scale * delta * k, "dk": scale * delta * q, "dbias": delta}
