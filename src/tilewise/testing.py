@@ -15,7 +15,8 @@ for the output, the logsumexp, the largest score and every gradient. What makes 
   the ``2 eps`` of gradients.
 - ``ds = p (dp - delta)`` is a difference of two rounded numbers, and ``delta = do . o`` uses the saved, rounded o: these
   roundings, for one unit of probability, are added in dq, dk and dbias. They matter where few numbers cancel.
-- The gradient of a broadcast bias is a sum that cancels: the sum of its terms' magnitudes stands for ``|ref64|``.
+- The gradients of a broadcast bias and of slopes are sums that cancel: the sum of their terms' magnitudes stands for
+  ``|ref64|``.
 - In float64, where the dense computation *is* the reference, its error is that of float32 on the same problem times the
   ratio of the two eps.
 
@@ -217,18 +218,26 @@ def assert_matches_reference(
 
 
 def _exact(inputs: Inputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The float64 reference, and the sizes of tensors that are sums of larger terms."""
-    bias = inputs.options.get("bias")
-    if bias is None:
-        return _dense(inputs.to(torch.float64)), {}
+    """The float64 reference, and the sizes of tensors that are sums of larger terms: of ds, in a bias of full shape."""
+    bias, slopes = inputs.options.get("bias"), inputs.options.get("alibi_slopes")
     problem = problem_of(inputs)
+    if (bias is None and slopes is None) or not problem.B:
+        return _dense(inputs.to(torch.float64)), {}
     full = (problem.B, problem.H, problem.Sq, problem.Sk)
-    wide = dataclasses.replace(inputs, options=inputs.options | {"bias": bias.expand(full).contiguous()})
+    given = inputs.q.new_zeros(full) if bias is None else bias.expand(full).contiguous()
+    needs = None if inputs.needs is None else (*inputs.needs, "bias")
+    wide = dataclasses.replace(inputs, options=inputs.options | {"bias": given}, needs=needs)
     exact = _dense(wide.to(torch.float64))
-    if "dbias" not in exact:
-        return exact, {}
-    sizes = {"dbias": exact["dbias"].abs().sum_to_size(bias.shape)}
-    return exact | {"dbias": exact["dbias"].sum_to_size(bias.shape)}, sizes
+    ds, sizes = exact.pop("dbias"), {}
+    if bias is not None and (inputs.needs is None or "bias" in inputs.needs):
+        exact["dbias"] = ds.sum_to_size(bias.shape)
+        sizes["dbias"] = ds.abs().sum_to_size(bias.shape)
+    if slopes is not None and "dalibi_slopes" in exact:
+        seqs = sequences(bind(inputs), inputs.q.shape, inputs.k.shape, problem.Sq, problem.Sk)
+        m = torch.arange(problem.Sq) + seqs.shift[:, None]
+        distance = (m[:, None, :, None] - torch.arange(problem.Sk)).abs()
+        sizes["dalibi_slopes"] = (ds.abs() * distance).sum((2, 3)).sum_to_size(slopes.shape)
+    return exact, sizes
 
 
 def _dense_errors(what: Inputs, exact: dict[str, Tensor]) -> dict[str, tuple[Tensor, ...]]:
