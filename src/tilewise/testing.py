@@ -10,6 +10,9 @@ for the output, the logsumexp, the largest score and every gradient. What makes 
 
 - Dense attention's error is luck in a small tensor: the largest error of several orders of summation over the head dims
   counts, and for the largest score, a handful of numbers, the largest error of any score.
+- A few scores may all round well by luck. Whoever computes them rounds each score and its exponential once, at least, so the
+  errors of float64 attention on scores ``s`` that are off by ``(|s| + 1) eps / 2``, up or down at random, count as well:
+  with the eps of the accumulators, so this is nothing beside the dense errors of 16-bit inputs.
 - Gradients are recomputed from the saved logsumexp, one number per row with one rounding, as in every FlashAttention:
   ``p = exp(score - lse)`` is off by up to ``|lse| eps / 2`` in each row; twice that, since dk and dv add up rows, is added to
   the ``2 eps`` of gradients.
@@ -47,6 +50,8 @@ from tilewise.spec import DIFFERENTIABLE, TENSORS, AttentionSpec, BoundSpec, Mas
 MAX_RATIO, MAX_EPS = 2.0, 2.0
 RMS_RATIO, RMS_EPS = 1.5, 2.0
 ORDERS = 4  # of summation in which dense attention is computed
+DRAWS = 16  # of roundings of every score; ORDERS of them if there are many scores
+SMALL = 2**10  # scores up to which chance decides
 LARGE = 2**17  # elements of q from which one order is enough
 LARGEST_DENSE = 2**22  # entries of a score matrix that are computed at once
 BY_ROWS = {"causal", "window_size", "softcap", "softmax_scale"}  # options with which dense rows can be computed apart
@@ -247,8 +252,10 @@ def _dense_errors(what: Inputs, exact: dict[str, Tensor]) -> dict[str, tuple[Ten
         single = what.to(torch.float32)
         exact = _dense(single.to(torch.float64))
         shrink = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-    orders = ORDERS if what.q.numel() < LARGE else 1  # the largest of many errors is not luck
-    runs = [_dense(single), *(_dense_in_order(single, seed) for seed in range(orders - 1))]
+    runs = [_dense(single)]
+    if what.q.numel() < LARGE:  # the largest of many errors is not luck
+        runs += [_dense_in_order(single, seed) for seed in range(ORDERS - 1)]
+        runs += _dense_of_rounded_scores(single)
     errors = {name: tuple((run[name].double() - exact[name]) * shrink for run in runs) for name in exact}
     return errors | {"max_logit": (_score_error(single) * shrink,)}
 
@@ -262,6 +269,33 @@ def _dense_in_order(inputs: Inputs, seed: int) -> dict[str, Tensor]:
     found = _dense(dataclasses.replace(inputs, **moved, do=do[..., along_dv], dlse=dlse))
     places = {"o": along_dv, "dq": along_d, "dk": along_d, "dv": along_dv}
     return {name: t[..., places[name].argsort()] if name in places else t for name, t in found.items()}
+
+
+def _dense_of_rounded_scores(inputs: Inputs) -> list[dict[str, Tensor]]:
+    """Dense attention in float64 on scores that were rounded once, up or down at random, in the accumulators' precision."""
+    wide = inputs.to(torch.float64)
+    scores = _scores(wide)
+    amplitude = 0.5 * torch.finfo(torch.float32).eps * (1 + scores.abs())
+    bias = wide.options.get("bias")
+    found = []
+    for seed in range(DRAWS if scores.numel() < SMALL else ORDERS):
+        up = torch.rand(scores.shape, generator=torch.Generator().manual_seed(seed)) < 0.5
+        rounded = torch.where(up, amplitude, -amplitude) + (0.0 if bias is None else bias)
+        run = _dense(dataclasses.replace(wide, options=wide.options | {"bias": rounded}))
+        ds = run.pop("dbias", None)
+        found.append(run if bias is None or ds is None else run | {"dbias": ds.sum_to_size(bias.shape)})
+    return found
+
+
+@torch.no_grad()
+def _scores(inputs: Inputs) -> Tensor:
+    """Scores (B, H, Sq, Sk) after all modifiers; 0 where they are not finite, and beyond the ends of packed sequences."""
+    problem, bound = problem_of(inputs), bind(inputs)
+    scores = inputs.q.new_zeros(problem.B, problem.H, problem.Sq, problem.Sk)
+    for q, k, batch in reference.parts(inputs.q, inputs.k, bound):
+        s, _ = reference.scores(q, k, bound, batch)
+        scores[batch, :, : s.shape[2], : s.shape[3]] = s.nan_to_num(0.0, 0.0, 0.0)
+    return scores
 
 
 @torch.no_grad()
