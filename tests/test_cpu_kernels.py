@@ -348,9 +348,10 @@ def test_unseen_keys_do_not_leak(poison, D):
         assert torch.equal(clean[name], poisoned[name]), name
 
 
+@pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("where", ["k", "v", "bias"])
-def test_a_bad_key_reaches_only_rows_that_see_it(where):
-    case, key = Case(Sq=150, Sk=150, window=(20, 0), bias="mn"), 77
+def test_a_bad_key_reaches_only_rows_that_see_it(where, softcap):
+    case, key = Case(Sq=150, Sk=150, window=(20, 0), bias="mn", softcap=softcap), 77
     clean, bad = make_inputs(case), make_inputs(case)
     if where == "bias":
         bad.leaves["bias"][:, :, :, key] = math.nan
