@@ -110,9 +110,7 @@ class TorchBackend:
         wanted = [name for name, need in needs._asdict().items() if need]
         return Grads(**{name: found[name].to(inputs[name]) for name in wanted})
 
-    def add_gradients(
-        self, found: dict[str, Tensor], b: int, seq: Piece, do, o, dlse, lse, bound: BoundSpec
-    ) -> None:
+    def add_gradients(self, found: dict[str, Tensor], b: int, seq: Piece, do, o, dlse, lse, bound: BoundSpec) -> None:
         sees = (lse > -torch.inf)[..., None]
         do, o = torch.where(sees, do, 0.0), torch.where(sees, o, 0.0)
         p = torch.exp(seq.s - lse.masked_fill(lse == -torch.inf, 0.0)[..., None])
