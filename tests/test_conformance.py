@@ -10,6 +10,7 @@ from tilewise import attention, attention_varlen, dispatch, testing
 from tilewise.testing import Case, assert_matches_reference, make_inputs, run, why_not
 
 BACKENDS = dispatch.names()
+DEVICES = {name: "cuda" if torch.cuda.is_available() and dispatch.capabilities(name).device == "cuda" else "cpu" for name in BACKENDS}
 MATRIX = [pytest.param(c, d, id=f"{c.name}-{str(d).removeprefix('torch.')}") for c in CASES for d in c.dtypes]
 
 
@@ -37,7 +38,7 @@ def test_some_backend_takes_every_case(case: Case, dtype: torch.dtype):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("case", "dtype"), MATRIX)
 def test_matches_reference(case: Case, dtype: torch.dtype, backend: str):
-    inputs = make_inputs(case, dtype)
+    inputs = make_inputs(case, dtype).on(DEVICES[backend])
     _skip_unless_able(backend, inputs)
     assert_matches_reference(inputs, backend=backend)
 
@@ -45,7 +46,7 @@ def test_matches_reference(case: Case, dtype: torch.dtype, backend: str):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", _named(CASES))
 def test_runs_are_bitwise_equal(case: Case, backend: str):
-    inputs = make_inputs(case, case.dtypes[0])
+    inputs = make_inputs(case, case.dtypes[0]).on(DEVICES[backend])
     _skip_unless_able(backend, inputs)
     first = run(inputs, backend)
     for name, t in run(inputs, backend).items():
@@ -57,7 +58,7 @@ def test_runs_are_bitwise_equal(case: Case, backend: str):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", _named(CASES))
 def test_no_grad_is_bitwise_grad_mode(case: Case, backend: str):
-    inputs = make_inputs(case, case.dtypes[0])
+    inputs = make_inputs(case, case.dtypes[0]).on(DEVICES[backend])
     _skip_unless_able(backend, inputs)
     expected = run(inputs, backend)
     call = attention_varlen if inputs.varlen else attention

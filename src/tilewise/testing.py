@@ -117,6 +117,10 @@ def run(inputs: Inputs, backend: str | None = None) -> dict[str, Tensor]:
         inputs.options | named | {"return_lse": True, "return_max_logit": True, "backend": backend}
     )
     options["generator"] = torch.Generator().manual_seed(inputs.seed)
+    if inputs.varlen:  # on a GPU the call cannot find them out
+        cu = (inputs.options["cu_seqlens_q"], inputs.options.get("cu_seqlens_k", inputs.options["cu_seqlens_q"]))
+        longest = (max(t.diff().tolist(), default=0) for t in cu)
+        options |= dict(zip(("max_seqlen_q", "max_seqlen_k"), longest, strict=True))
     o, lse, max_logit = (attention_varlen if inputs.varlen else attention)(q, k, v, **options)
     return {"o": o, "lse": lse, "max_logit": max_logit} | _gradients(inputs, o, lse, leaves)
 
@@ -201,7 +205,9 @@ def assert_matches_reference(
         for one in what.dtypes if dtype is None else (dtype,):
             assert_matches_reference(make_inputs(what, one, seed), backend=backend)
         return
-    found, (exact, sizes) = run(what, backend), _exact(what)
+    found = {name: t.cpu() for name, t in run(what, backend).items()}
+    what = what.on("cpu")
+    exact, sizes = _exact(what)
     dense_errors = _dense_errors(what, exact)
     saved = exact["lse"][exact["lse"].isfinite()]
     lse_error = torch.finfo(found["lse"].dtype).eps * (_max(saved) if saved.numel() else 0.0)

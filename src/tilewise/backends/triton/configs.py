@@ -1,0 +1,87 @@
+"""Tile sizes of the Triton kernels: ordered rules, each with what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+
+@dataclass(frozen=True)
+class Config:
+    """Rows and keys of a tile, and how Triton compiles the kernel."""
+
+    block_m: int
+    block_n: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def __post_init__(self):
+        for name, value in (("block_m", self.block_m), ("block_n", self.block_n), ("num_warps", self.num_warps)):
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{name} must be a power of two, not {value}")
+        if self.block_m < 16 or self.block_n < 16:
+            raise ValueError(f"tiles have at least 16 rows and keys, not {self.block_m} x {self.block_n}")
+
+
+def options(config: Config) -> dict[str, int]:
+    """What Triton's launcher is told."""
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
+def padded(dim: int) -> int:
+    """Columns of a tile that holds a head dim: matrix units take powers of two from 16 on."""
+    return max(16, triton.next_power_of_2(dim))
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How float32 products are computed: exactly, or in TF32 where the user allows PyTorch that for its own."""
+    allowed = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    return "tf32" if allowed else "ieee"
+
+
+def tma(*tensors: torch.Tensor) -> bool:
+    """Whether tiles of all these tensors can be loaded through tensor descriptors: rows aligned to 16 bytes."""
+    return all(
+        x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1]) for x in tensors
+    )
+
+
+def pick_forward(dim: int, dtype: torch.dtype) -> Config:
+    """For the larger of the two head dims."""
+    if dtype == torch.float32:
+        return Config(64, 32, 4, 1) if dim <= 64 else Config(32, 32, 4, 1) if dim <= 128 else Config(16, 16, 4, 1)
+    if dim <= 64:
+        return Config(128, 64, 4, 3)
+    if dim <= 128:
+        return Config(128, 64, 8, 3)
+    if dim <= 256:
+        return Config(64, 64, 8, 2)
+    return Config(64, 32, 8, 1)
+
+
+def pick_dkdv(dim: int, dtype: torch.dtype) -> Config:
+    """For the larger of the two head dims; the kernel owns `block_n` keys and walks tiles of `block_m` rows."""
+    if dtype == torch.float32:
+        return Config(32, 32, 4, 1) if dim <= 128 else Config(16, 16, 4, 1)
+    if dim <= 64:
+        return Config(64, 128, 8, 2)
+    if dim <= 128:
+        return Config(64, 64, 8, 2)
+    if dim <= 256:
+        return Config(32, 64, 8, 1)
+    return Config(16, 32, 8, 1)
+
+
+def pick_dq(dim: int, dtype: torch.dtype) -> Config:
+    """For the larger of the two head dims; the kernel owns `block_m` rows and walks tiles of `block_n` keys."""
+    if dtype == torch.float32:
+        return Config(32, 32, 4, 1) if dim <= 128 else Config(16, 16, 4, 1)
+    if dim <= 64:
+        return Config(128, 64, 8, 2)
+    if dim <= 128:
+        return Config(64, 64, 4, 2)
+    if dim <= 256:
+        return Config(64, 32, 8, 1)
+    return Config(16, 32, 8, 1)
