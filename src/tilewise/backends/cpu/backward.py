@@ -17,6 +17,7 @@ from .blocks import K_LEN, K_START, Q_LEN, SEQ_COLUMNS, bind_scratch, block_rows
 from .configs import BwdConfig
 from .gradients import backward_tile, delta_pass, set_gradient_lane
 from .host import host_lanes
+from .key_tiles import forget_tiles, tile_sizes, tile_slots, tiles_between
 from .launch import (
     FORMATS,
     ScratchLayout,
@@ -101,8 +102,9 @@ def backward_block(lanes, a, s, b, first_head, i, chunk, chunk_start, chunk_end)
         for e in range(entry, last_entry):
             start, end, whole = tile_entry(lanes, a, e, low, high)
             use_keep = a.keep != 0 and not whole
-            for n0 in range(start, end, a.block_n):
-                n1 = min(n0 + a.block_n, end)
+            first_tile, last_tile = tiles_between(a, start, end)
+            for tile in range(first_tile, last_tile):
+                n0, n1 = max(start, tile * a.block_n), min(end, (tile + 1) * a.block_n)
                 backward_tile(lanes, a, s, b, first_head // a.group, n0, n1, chunk_start, panels, use_keep)
     finish_block(lanes, a, s, b, chunk, first_head, first, count, panels)
 
@@ -139,6 +141,7 @@ def backward_kernel(lanes: Lanes):
         """
         a = record_at(address, BACKWARD_ARGS)
         s = bind_scratch(a, take_ticket(address + 8))
+        forget_tiles(a, s)
         job = take_ticket(address)
         while job < a.jobs:
             group, chunk = job // a.chunks, job % a.chunks
@@ -152,19 +155,19 @@ def backward_kernel(lanes: Lanes):
 
 
 @functools.lru_cache(256)
-def backward_layout(lanes: Lanes, block_m: int, block_n: int, dim: int, value_dim: int, chunk_rows: int):
+def backward_layout(lanes: Lanes, block_m: int, block_n: int, dim: int, value_dim: int, chunk_rows: int, slots: int):
     """Scratch of one backward thread."""
     real, panel = lanes.bits // 8, block_n * lanes.panel * (lanes.bits // 8)
     panels = block_m // lanes.panel
     return ScratchLayout(
         lane_sizes(lanes, block_m)
-        | dict.fromkeys(("k_rows", "v_rows", "k_bad"), 8 * block_n)
+        | tile_sizes(slots, block_n, dim * real, value_dim * real)
         | dict.fromkeys(("score", "grad"), panels * panel)
         | dict.fromkeys(("extra", "slope"), panel)
         | {"o_t": lanes.panel * value_dim * real}
         | dict.fromkeys(("q_t", "q", "dq_t"), block_m * dim * real)
         | dict.fromkeys(("do_t", "do"), block_m * value_dim * real)
-        | {"k": block_n * dim * real, "v": block_n * value_dim * real, "trash": max(dim, value_dim) * 8}
+        | {"k_bad": 8 * block_n, "trash": max(dim, value_dim) * 8}
         | {"dk": chunk_rows * dim * real, "dv": chunk_rows * value_dim * real}
     )
 
@@ -305,8 +308,11 @@ def backward(
     if buffers.dbias is not None and plan.bias is not None:
         fields |= matrix_fields("dbias", buffers.dbias[0].expand(plan.bias.shape))
         fields["dbias_chunk"] = buffers.dbias.stride(0) * buffers.dbias.element_size() if len(buffers.dbias) > 1 else 0
-    sizes = (fields[name] for name in ("dim_padded", "value_dim_padded"))
-    layout = backward_layout(lanes, fields["block_m"], config.block_n, *sizes, chunk_rows)
+    dims = fields["dim_padded"], fields["value_dim_padded"]
+    if fields["blocks"] > 1:
+        tiles = longest // config.block_n + 2  # a chunk may begin and end within a tile
+        fields["slots"] = tile_slots(min(tiles, fields["key_tiles"]), sum(dims) * lanes.bits // 8, config.block_n)
+    layout = backward_layout(lanes, fields["block_m"], config.block_n, *dims, chunk_rows, fields["slots"])
     launch(backward_kernel(lanes), BACKWARD_ARGS, fields, layout, threads)
 
     dq, dk, dv, dbias, dslopes, delta = buffers

@@ -16,7 +16,7 @@ from torch import Tensor
 from tilewise.predicates import drop_threshold
 
 from . import memory, pool
-from .blocks import LOG2E
+from .blocks import KEY_STEP, LOG2E
 from .plan import Plan
 from .simd import Lanes
 from .structs import ARGS_BYTES, SCRATCH_FIELDS, fill
@@ -31,7 +31,7 @@ FORMATS = {
 }
 SMALL_FLOPS = 4_000_000  # below, about 50 us of work: waking threads costs more than it saves
 CACHE_LINE = 64
-KEPT_SCRATCH_BYTES = 16 << 20  # a thread keeps scratch up to this size for its next call
+KEPT_SCRATCH_BYTES = 16 << 20  # per thread of a call: its caller keeps scratch up to this size for the next call
 
 _ZEROS = np.zeros(1024, np.float64)  # a row of zeros for absent queries, as long as the largest head dim
 _ZEROS_ADDRESS = _ZEROS.ctypes.data
@@ -186,6 +186,9 @@ def shared_fields(q, k, v, o, lse, plan: Plan, lanes: Lanes, block_m: int, block
         "bounds_stride": plan.bounds_stride,
         "block_m": block_m,
         "block_n": block_n,
+        "tile_rows": block_n + KEY_STEP,
+        "key_tiles": -(-plan.max_k // block_n),
+        "slots": 1,
         "span": span,
         "blocks_per_span": blocks_per_span,
         "blocks": -(-rows // span) * blocks_per_span,
@@ -217,11 +220,11 @@ def lane_sizes(lanes: Lanes, rows: int) -> dict[str, int]:
     return sizes | dict.fromkeys(halves, integer * rows) | dict.fromkeys(reals, real * rows)
 
 
-def scratch_memory(size: int) -> Tensor:
-    """`size` bytes and room to align them; small ones are kept per calling thread."""
+def scratch_memory(size: int, threads: int) -> Tensor:
+    """`size` bytes for each thread and room to align them; small ones are kept per calling thread."""
     kept = _workspace.scratch
-    if kept.numel() < size + CACHE_LINE:
-        kept = torch.empty(size + CACHE_LINE, dtype=torch.uint8, device="cpu")
+    if kept.numel() < size * threads + CACHE_LINE:
+        kept = torch.empty(size * threads + CACHE_LINE, dtype=torch.uint8, device="cpu")
         if size <= KEPT_SCRATCH_BYTES:
             _workspace.scratch = kept
     return kept
@@ -230,7 +233,7 @@ def scratch_memory(size: int) -> Tensor:
 def launch(kernel, record: np.dtype, fields: dict[str, Any], layout: ScratchLayout, threads: int) -> None:
     """Run the kernel's jobs on up to `threads` threads."""
     threads = max(1, min(threads, fields["jobs"]))
-    block = scratch_memory(layout.bytes * threads)
+    block = scratch_memory(layout.bytes, threads)
     fields["scratch"] = round_up(block.data_ptr(), CACHE_LINE)
     fields["scratch_bytes"] = layout.bytes
     fields["layout"] = layout.address
