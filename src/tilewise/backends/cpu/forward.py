@@ -36,12 +36,12 @@ from .key_tiles import (
     value_row,
 )
 from .launch import (
+    Launch,
     ScratchLayout,
     accumulation_dtype,
     compile_kernel,
     lane_sizes,
     last_dim_dense,
-    launch,
     shared_fields,
     thread_count,
 )
@@ -290,6 +290,19 @@ def job_fields(rows_of_jobs: int, blocks: int, threads: int) -> dict[str, int]:
     return {"parts": parts, "part_blocks": part_blocks, "jobs": rows_of_jobs * parts}
 
 
+def prepare(q: Tensor, k: Tensor, v: Tensor, o: Tensor, plan: Plan, lanes: Lanes, threads: int) -> Launch:
+    """The launch of all calls with this plan and tensors of these shapes and strides."""
+    batch, heads, largest_dim = plan.seq.size(0), q.size(-2), max(q.size(-1), v.size(-1))
+    config = forward_config(batch * heads, plan.max_q, largest_dim, threads, lanes)
+    fields = shared_fields(q, k, v, o, plan, lanes, config.block_m, config.block_n)
+    fields |= job_fields(batch * heads // fields["pack"], fields["blocks"], threads)
+    dims = fields["dim_padded"], fields["value_dim_padded"]
+    if fields["part_blocks"] > 1:
+        fields["slots"] = tile_slots(fields["key_tiles"], sum(dims) * lanes.bits // 8, config.block_n)
+    layout = forward_layout(lanes, fields["block_m"], config.block_n, *dims, fields["slots"])
+    return Launch(forward_kernel(lanes), FORWARD_ARGS, fields, layout, threads)
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, out: Tensor | None = None, lanes: Lanes | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -316,13 +329,9 @@ def forward(
         o.zero_()
         lse.fill_(-math.inf)
     threads = thread_count(4.0 * batch * heads * plan.max_q * plan.max_k * dim)
-    config = forward_config(batch * heads, plan.max_q, max(dim, value_dim), threads, lanes)
-    fields = shared_fields(q, k, v, o, lse, plan, lanes, config.block_m, config.block_n)
-    fields["max_logit"] = max_logit.data_ptr()
-    fields |= job_fields(batch * heads // fields["pack"], fields["blocks"], threads)
-    dims = fields["dim_padded"], fields["value_dim_padded"]
-    if fields["part_blocks"] > 1:
-        fields["slots"] = tile_slots(fields["key_tiles"], sum(dims) * lanes.bits // 8, config.block_n)
-    layout = forward_layout(lanes, fields["block_m"], config.block_n, *dims, fields["slots"])
-    launch(forward_kernel(lanes), FORWARD_ARGS, fields, layout, threads)
+    key = (lanes, threads, q.dtype, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), o.stride())
+    if (launch := plan.launches.get(key)) is None:
+        launch = plan.launches[key] = prepare(q, k, v, o, plan, lanes, threads)
+    q_at, k_at, v_at, o_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()
+    launch.run(q=q_at, k=k_at, v=v_at, o=o_at, lse=lse.data_ptr(), max_logit=max_logit.data_ptr())
     return o, lse, max_logit

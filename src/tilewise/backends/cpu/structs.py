@@ -52,19 +52,26 @@ BACKWARD_ARGS = _record(_SHARED + _BACKWARD, _SHARED_REAL)
 SCRATCH = _record(SCRATCH_FIELDS)
 ARGS_BYTES = max(FORWARD_ARGS.itemsize, BACKWARD_ARGS.itemsize)
 
-_PACK = {  # by size: numpy's own way from a tuple to a record takes three times as long
-    record.itemsize: struct.Struct(
-        "".join(record[name].char for name in record.names or ()).replace("l", "q")
-    ).pack_into
-    for record in (FORWARD_ARGS, BACKWARD_ARGS)
+_RECORDS = (FORWARD_ARGS, BACKWARD_ARGS)  # below by size: the size of a numpy dtype is quicker to look up
+_PACK = {  # numpy's own way from a tuple to a record takes three times as long
+    record.itemsize: struct.Struct("".join(record[name].char for name in record.names or ()).replace("l", "q")).pack
+    for record in _RECORDS
 }
+_OFFSETS = {r.itemsize: dict(zip(r.names or (), range(0, r.itemsize, 8), strict=True)) for r in _RECORDS}
+_put_address = struct.Struct("q").pack_into
 
 
-def fill(record: np.dtype, target: bytearray, fields: Mapping[str, Any]) -> None:
-    """Write one record to the start of `target`; fields not given are 0. A name that the record lacks is an error."""
+def pack(record: np.dtype, fields: Mapping[str, Any]) -> bytes:
+    """A record as bytes; fields not given are 0. A name that the record lacks is an error."""
     assert record.names is not None
-    values = dict.fromkeys(record.names, 0)
-    values.update(fields)
+    values = dict.fromkeys(record.names, 0) | dict(fields)
     if len(values) != len(record.names):
         raise KeyError(f"no such fields: {sorted(values.keys() - set(record.names))}")
-    _PACK[record.itemsize](target, 0, *values.values())
+    return _PACK[record.itemsize](*values.values())
+
+
+def put_addresses(record: np.dtype, target: bytearray, addresses: Mapping[str, int]) -> None:
+    """Set fields of the record at the start of `target`."""
+    offsets = _OFFSETS[record.itemsize]
+    for name, address in addresses.items():
+        _put_address(target, offsets[name], address)
