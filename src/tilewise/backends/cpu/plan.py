@@ -46,4 +46,4 @@ class Plan:
     dropout_p: float = 0.0
     seed: int = 0
     #: What the passes made ready for calls with this plan, by shapes and strides: a training loop has few of both.
-    launches: dict[tuple, Any] = field(default_factory=dict, compare=False, repr=False)
+    launches: dict[tuple, Any] = field(default_factory=dict, init=False, compare=False, repr=False)
