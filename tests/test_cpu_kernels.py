@@ -13,6 +13,7 @@ from cpu_oracle import assert_close, run_kernels, run_oracle
 from torch import Tensor
 
 from tilewise.backends.base import Needs
+from tilewise.backends.cpu import key_tiles
 from tilewise.backends.cpu.backward import backward
 from tilewise.backends.cpu.forward import forward
 
@@ -63,6 +64,28 @@ def test_a_bad_key_reaches_only_rows_that_see_it(where, softcap):
     touched = (rows >= key - 20) & (rows <= key + 20)  # keys that one of those rows sees
     for name in ("dk", "dv"):
         assert torch.equal(expected[name][:, ~touched], got[name][:, ~touched]), name
+
+
+@pytest.mark.parametrize("case", [Case(Sq=500, Sk=700), Case(Sq=500, Sk=500, H=4, window=(150, 3)), CASES["packed"]])
+def test_held_key_tiles_change_nothing(case, monkeypatch):
+    """A thread that stays with a head packs its keys once: the same bits, Inf and NaN included, as packing per block."""
+    inputs, again = make_inputs(case), make_inputs(case)
+    for x in (inputs, again):
+        x.k[..., 150, 1, 5], x.v[..., 120, 0, 7] = math.nan, math.inf
+    held = run_kernels(case, inputs)
+    monkeypatch.setattr(key_tiles, "KEPT_BYTES", 0)
+    for name, value in run_kernels(case, again).items():
+        torch.testing.assert_close(held[name], value, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_plan_serves_tensors_of_other_strides_and_threads():
+    case = Case(B=2, Sq=150, Sk=150, H=4, Hkv=2, window=(None, 0))
+    inputs = make_inputs(case)
+    expected = run_kernels(case, inputs)
+    strided = {n: getattr(inputs, n).transpose(1, 2).contiguous().transpose(1, 2) for n in ("q", "k", "v", "do")}
+    got = run_kernels(dataclasses.replace(case, threads=2), dataclasses.replace(inputs, **strided))
+    for name in ("o", "lse", "max_logit"):
+        assert torch.equal(expected[name], got[name]), name
 
 
 def test_bias_of_minus_infinity_masks():

@@ -6,6 +6,7 @@
 import functools
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,17 +18,18 @@ from .blocks import K_LEN, K_START, Q_LEN, SEQ_COLUMNS, bind_scratch, block_rows
 from .configs import BwdConfig
 from .gradients import backward_tile, delta_pass, set_gradient_lane
 from .host import host_lanes
+from .key_tiles import forget_tiles, tile_sizes, tile_slots, tiles_between
 from .launch import (
     FORMATS,
+    Launch,
     ScratchLayout,
     compile_kernel,
     lane_sizes,
     last_dim_dense,
-    launch,
-    matrix_fields,
+    matrix_strides,
     round_up,
     shared_fields,
-    tensor_fields,
+    stride_fields,
     thread_count,
 )
 from .memory import get_i64, get_real, put_real, record_at, take_ticket
@@ -101,8 +103,9 @@ def backward_block(lanes, a, s, b, first_head, i, chunk, chunk_start, chunk_end)
         for e in range(entry, last_entry):
             start, end, whole = tile_entry(lanes, a, e, low, high)
             use_keep = a.keep != 0 and not whole
-            for n0 in range(start, end, a.block_n):
-                n1 = min(n0 + a.block_n, end)
+            first_tile, last_tile = tiles_between(a, start, end)
+            for tile in range(first_tile, last_tile):
+                n0, n1 = max(start, tile * a.block_n), min(end, (tile + 1) * a.block_n)
                 backward_tile(lanes, a, s, b, first_head // a.group, n0, n1, chunk_start, panels, use_keep)
     finish_block(lanes, a, s, b, chunk, first_head, first, count, panels)
 
@@ -139,6 +142,7 @@ def backward_kernel(lanes: Lanes):
         """
         a = record_at(address, BACKWARD_ARGS)
         s = bind_scratch(a, take_ticket(address + 8))
+        forget_tiles(a, s)
         job = take_ticket(address)
         while job < a.jobs:
             group, chunk = job // a.chunks, job % a.chunks
@@ -152,19 +156,19 @@ def backward_kernel(lanes: Lanes):
 
 
 @functools.lru_cache(256)
-def backward_layout(lanes: Lanes, block_m: int, block_n: int, dim: int, value_dim: int, chunk_rows: int):
+def backward_layout(lanes: Lanes, block_m: int, block_n: int, dim: int, value_dim: int, chunk_rows: int, slots: int):
     """Scratch of one backward thread."""
     real, panel = lanes.bits // 8, block_n * lanes.panel * (lanes.bits // 8)
     panels = block_m // lanes.panel
     return ScratchLayout(
         lane_sizes(lanes, block_m)
-        | dict.fromkeys(("k_rows", "v_rows", "k_bad"), 8 * block_n)
+        | tile_sizes(slots, block_n, dim * real, value_dim * real)
         | dict.fromkeys(("score", "grad"), panels * panel)
         | dict.fromkeys(("extra", "slope"), panel)
         | {"o_t": lanes.panel * value_dim * real}
         | dict.fromkeys(("q_t", "q", "dq_t"), block_m * dim * real)
         | dict.fromkeys(("do_t", "do"), block_m * value_dim * real)
-        | {"k": block_n * dim * real, "v": block_n * value_dim * real, "trash": max(dim, value_dim) * 8}
+        | {"k_bad": 8 * block_n, "trash": max(dim, value_dim) * 8}
         | {"dk": chunk_rows * dim * real, "dv": chunk_rows * value_dim * real}
     )
 
@@ -208,24 +212,28 @@ def group_fields(batch: int, heads_kv: int, bias: Tensor | None) -> dict[str, in
     return {"member_batches": member_batches, "member_heads": member_heads, "groups_h": heads_kv // member_heads}
 
 
-def gradient_fields(buffers: Grads, dims: int) -> dict[str, int]:
-    """Addresses and strides of the gradients' buffers; dq has `dims` dims, or one more where keys come in chunks."""
+def gradient_fields(buffers: Grads, dims: int, bias: Tensor | None) -> dict[str, int]:
+    """Strides of the gradients' buffers; dq has `dims` dims, or one more where keys come in chunks."""
     fields = {}
     if buffers.dq is not None:
         size = buffers.dq.element_size()
         chunked = buffers.dq.dim() > dims
-        fields |= tensor_fields("dq", buffers.dq[0] if chunked else buffers.dq)
+        fields |= stride_fields("dq", buffers.dq[0] if chunked else buffers.dq)
         fields |= {"dq_chunk": buffers.dq.stride(0) * size if chunked else 0, "dq_code": FORMATS[buffers.dq.dtype]}
     for name in ("dk", "dv"):
         if (buffer := getattr(buffers, name)) is not None:
-            fields |= tensor_fields(name, buffer)
+            fields |= stride_fields(name, buffer)
     if buffers.dslopes is not None:
-        size = buffers.dslopes.element_size()
-        fields |= {"dslopes": buffers.dslopes.data_ptr(), "dslopes_chunk": buffers.dslopes.stride(0) * size}
+        fields["dslopes_chunk"] = buffers.dslopes.stride(0) * buffers.dslopes.element_size()
+    if buffers.dbias is not None and bias is not None:
+        fields |= matrix_strides("dbias", buffers.dbias[0].expand(bias.shape))
+        fields["dbias_chunk"] = buffers.dbias.stride(0) * buffers.dbias.element_size() if len(buffers.dbias) > 1 else 0
     return fields
 
 
-def allocate(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, plan: Plan, needs: Needs, chunks: int) -> Grads:
+def allocate(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, plan: Plan, needs: Needs, chunks: int, device: str = "cpu"
+) -> Grads:
     """Buffers for the kernel to fill, those of dq, dbias and dslopes by chunk.
 
     Rows of a packed tensor that belong to no sequence keep their zeros.
@@ -236,14 +244,14 @@ def allocate(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, plan: Plan, needs: Ne
     if needs.dbias:
         assert bias is not None
         partials = chunks if bias.stride(3) == 0 else 1  # chunks own their keys, unless the bias has none
-        dbias = lse.new_zeros((partials, *broadcast_size(bias)))
+        dbias = lse.new_zeros((partials, *broadcast_size(bias)), device=device)
     return Grads(
-        dq=new(dq_shape, dtype=dq_dtype, device="cpu") if needs.dq else None,
-        dk=new(k.shape, dtype=k.dtype, device="cpu") if needs.dk else None,
-        dv=new(v.shape, dtype=v.dtype, device="cpu") if needs.dv else None,
+        dq=new(dq_shape, dtype=dq_dtype, device=device) if needs.dq else None,
+        dk=new(k.shape, dtype=k.dtype, device=device) if needs.dk else None,
+        dv=new(v.shape, dtype=v.dtype, device=device) if needs.dv else None,
         dbias=dbias,
-        dslopes=lse.new_zeros((chunks, batch, heads)) if needs.dslopes else None,
-        dsinks=torch.zeros_like(lse) if needs.dsinks else None,
+        dslopes=lse.new_zeros((chunks, batch, heads), device=device) if needs.dslopes else None,
+        dsinks=torch.zeros_like(lse, device=device) if needs.dsinks else None,
     )
 
 
@@ -253,6 +261,40 @@ def sink_gradient(plan: Plan, lse: Tensor, delta: Tensor) -> Tensor:
     sinks = plan.sinks.view(-1, 1)
     shares = torch.where(lse == -math.inf, 0.0, torch.exp(sinks - lse) * delta)
     return -(shares.sum(-1) if shares.dim() == 2 else shares.sum((0, 2)))
+
+
+class Prepared(NamedTuple):
+    """What calls with the same plan, shapes and strides share."""
+
+    launch: Launch
+    chunks: int
+    bounds: np.ndarray  # the launch knows only its address
+
+
+def prepare(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, plan: Plan, needs: Needs, lanes: Lanes,
+    threads: int,
+) -> Prepared:  # fmt: skip
+    """The launch of all calls with this plan, these needs and tensors of these shapes and strides."""
+    batch, heads_kv, config = plan.seq.size(0), k.size(-2), BwdConfig()
+    block_m = max(config.block_m // lanes.panel, 1) * lanes.panel
+    groups = group_fields(batch, heads_kv, plan.bias if needs.dbias else None)
+    jobs = batch * heads_kv // (groups["member_batches"] * groups["member_heads"])
+    chunks = chunk_count(jobs, threads, plan.max_k, config.block_n, q.numel() * lse.element_size())
+    key_rows = plan.seq[:, K_LEN].tolist() if q.dim() == 3 else [k.size(1)] * batch
+    bounds = chunk_bounds(plan, chunks, key_rows)
+    longest = max(key_rows, default=0) if chunks == 1 else int(np.diff(bounds).max(initial=0))
+    chunk_rows = longest + 12  # the micro-kernels' last keys may lie beyond the end
+
+    fields = shared_fields(q, k, v, o, plan, lanes, block_m, config.block_n) | stride_fields("do", do) | groups
+    fields |= gradient_fields(allocate(q, k, v, lse, plan, needs, chunks, device="meta"), q.dim(), plan.bias)
+    fields |= {"chunks": chunks, "chunk_bounds": bounds.ctypes.data, "chunk_rows": chunk_rows, "jobs": jobs * chunks}
+    dims = fields["dim_padded"], fields["value_dim_padded"]
+    if fields["blocks"] > 1:
+        tiles = longest // config.block_n + 2  # a chunk may begin and end within a tile
+        fields["slots"] = tile_slots(min(tiles, fields["key_tiles"]), sum(dims) * lanes.bits // 8, config.block_n)
+    layout = backward_layout(lanes, fields["block_m"], config.block_n, *dims, chunk_rows, fields["slots"])
+    return Prepared(Launch(backward_kernel(lanes), BACKWARD_ARGS, fields, layout, threads), chunks, bounds)
 
 
 def backward(
@@ -282,32 +324,16 @@ def backward(
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.to(lse.dtype).contiguous()
     lanes = lanes or host_lanes(torch.finfo(lse.dtype).bits)
-    batch, heads, heads_kv, config = plan.seq.size(0), q.size(-2), k.size(-2), BwdConfig()
-    block_m = max(config.block_m // lanes.panel, 1) * lanes.panel
-    threads = thread_count(10.0 * batch * heads * plan.max_q * plan.max_k * q.size(-1))
-
-    groups = group_fields(batch, heads_kv, plan.bias if needs.dbias else None)
-    jobs = batch * heads_kv // (groups["member_batches"] * groups["member_heads"])
-    chunks = chunk_count(jobs, threads, plan.max_k, config.block_n, q.numel() * lse.element_size())
-    key_rows = plan.seq[:, K_LEN].tolist() if q.dim() == 3 else [k.size(1)] * batch
-    bounds = chunk_bounds(plan, chunks, key_rows)
-    longest = max(key_rows, default=0) if chunks == 1 else int(np.diff(bounds).max(initial=0))
-    chunk_rows = longest + 12  # the micro-kernels' last keys may lie beyond the end
+    threads = thread_count(10.0 * q.numel() * plan.max_k)
+    shapes = q.dtype, q.shape, k.shape, v.shape
+    key = (lanes, threads, needs, *shapes, q.stride(), k.stride(), v.stride(), o.stride(), do.stride())
+    if (prepared := plan.launches.get(key)) is None:
+        prepared = plan.launches[key] = prepare(do, q, k, v, o, lse, plan, needs, lanes, threads)
+    launch, chunks, _ = prepared
     buffers = allocate(q, k, v, lse, plan, needs, chunks)
-
-    fields = shared_fields(q, k, v, o, lse, plan, lanes, block_m, config.block_n)
-    fields |= tensor_fields("do", do) | gradient_fields(buffers, q.dim()) | groups
-    fields |= {"chunks": chunks, "chunk_bounds": bounds.ctypes.data, "chunk_rows": chunk_rows, "jobs": jobs * chunks}
-    if dlse is not None:
-        fields["dlse"] = dlse.data_ptr()
-    if buffers.dsinks is not None:
-        fields["delta"] = buffers.dsinks.data_ptr()
-    if buffers.dbias is not None and plan.bias is not None:
-        fields |= matrix_fields("dbias", buffers.dbias[0].expand(plan.bias.shape))
-        fields["dbias_chunk"] = buffers.dbias.stride(0) * buffers.dbias.element_size() if len(buffers.dbias) > 1 else 0
-    sizes = (fields[name] for name in ("dim_padded", "value_dim_padded"))
-    layout = backward_layout(lanes, fields["block_m"], config.block_n, *sizes, chunk_rows)
-    launch(backward_kernel(lanes), BACKWARD_ARGS, fields, layout, threads)
+    tensors = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do": do, "dlse": dlse, **buffers._asdict()}
+    tensors["delta"] = tensors.pop("dsinks")  # the kernel leaves delta where the sinks' gradient then comes from
+    launch.run(**{name: x.data_ptr() for name, x in tensors.items() if x is not None})
 
     dq, dk, dv, dbias, dslopes, delta = buffers
     return Grads(

@@ -11,8 +11,6 @@ from numba import njit
 from torch import Tensor
 
 from .blocks import (
-    K_LEN,
-    K_START,
     LN2,
     LOG2E,
     Q_LEN,
@@ -27,13 +25,23 @@ from .blocks import (
 from .configs import FwdConfig, pick_forward
 from .gemm import SCORE_ROWS, mix_rescale_tile
 from .host import host_lanes
+from .key_tiles import (
+    forget_tiles,
+    hold_tile,
+    key_row,
+    rows_to_prefetch,
+    tile_sizes,
+    tile_slots,
+    tiles_between,
+    value_row,
+)
 from .launch import (
+    Launch,
     ScratchLayout,
     accumulation_dtype,
     compile_kernel,
     lane_sizes,
     last_dim_dense,
-    launch,
     shared_fields,
     thread_count,
 )
@@ -52,9 +60,7 @@ from .memory import (
 from .panels import (
     copy_vectors,
     fill_vectors,
-    list_rows,
     pack_query_panel,
-    pack_tile,
     prefetch_rows,
     scale_panel,
     scatter_panel,
@@ -124,25 +130,26 @@ def mix_panel(lanes, a, s, panel, out, alphas, k0, k1):
     columns, size, width = panel_width(lanes), element_bytes(lanes), 2 * vector_width(lanes)
     weights = panel + k0 * columns * size
     for c in range(0, a.value_dim, width):
-        values = s.v + (c // width * a.block_n + k0) * width * size
+        values = s.v + (c // width * a.tile_rows + k0) * width * size
         tiles = (min(width, a.value_dim - c) + SCORE_ROWS - 1) // SCORE_ROWS
         target = out + c * columns * size
         mix_rescale_tile(lanes, target, values, 4 * width * size, weights, (k1 - k0) // 4, alphas, tiles)
 
 
 @inlined
-def add_bad_values(lanes, a, s, panel, seen, out, bad, k0, k1):
+def add_bad_values(lanes, a, s, panel, seen, out, n0, bad, k0, k1):
     """O^T[lane] += p V of the keys whose values hold an Inf or NaN, for the lanes that see them and for no others."""
     columns = panel_width(lanes)
     for i in range(bad):
         n = get_i64(s.v_bad, i)
         if n < k0 or n >= k1:
             continue
+        row = get_i64(s.v_rows, n0 % a.block_n + n)
         for lane in range(columns):
             if lane_sees(lanes, seen, n, lane):
                 p = get_real(lanes, panel, n * columns + lane)
                 for c in range(a.value_dim):
-                    value = load_scalar(lanes, get_i64(s.v_rows, n) + c * format_bytes(a.code), a.code)
+                    value = load_scalar(lanes, row + c * format_bytes(a.code), a.code)
                     put_real(lanes, out, c * columns + lane, get_real(lanes, out, c * columns + lane) + p * value)
 
 
@@ -150,20 +157,17 @@ def add_bad_values(lanes, a, s, panel, seen, out, bad, k0, k1):
 def forward_tile(lanes, a, s, b, head_kv, n0, n1, panels, use_keep):
     """One key tile [n0, n1) against all panels of the block."""
     columns, size, n = panel_width(lanes), element_bytes(lanes), n1 - n0
-    token = get_i64(a.seq, b * SEQ_COLUMNS + K_START) + n0
-    padded = (n + 3) // 4 * 4
-    list_rows(s.k_rows, a.k + b * a.k_b + token * a.k_s + head_kv * a.k_h, a.k_s, n)
-    list_rows(s.v_rows, a.v + b * a.v_b + token * a.v_s + head_kv * a.v_h, a.v_s, n)
-    pack_tile(lanes, s.k, a.block_n, s.k_rows, n, padded, a.code, a.dim, a.dim_padded)
+    _, v_bad = hold_tile(lanes, a, s, b, head_kv, n0)
     bad = 0
-    if pack_tile(lanes, s.v, a.block_n, s.v_rows, n, padded, a.code, a.value_dim, a.value_dim_padded):
-        bad = set_bad_rows_aside(lanes, s.v, a.block_n, n, a.value_dim_padded, s.v_bad)
+    if v_bad:
+        bad = set_bad_rows_aside(lanes, s.v, a.tile_rows, (n + 3) // 4 * 4, a.value_dim_padded, s.v_bad)
     # The next tile's rows come from a far cache: they are asked for while this tile is worked on.
-    ahead = min(n, get_i64(a.seq, b * SEQ_COLUMNS + K_LEN) - n1)
+    ahead = rows_to_prefetch(a, s, b, head_kv, n1, n)
+    next_k, next_v = key_row(a, b, head_kv, n1), value_row(a, b, head_kv, n1)
     for p in range(panels):
         first, last = ahead * p // panels, ahead * (p + 1) // panels
-        prefetch_rows(get_i64(s.k_rows, 0) + n * a.k_s, a.k_s, first, last, a.dim * format_bytes(a.code))
-        prefetch_rows(get_i64(s.v_rows, 0) + n * a.v_s, a.v_s, first, last, a.value_dim * format_bytes(a.code))
+        prefetch_rows(next_k, a.k_s, first, last, a.dim * format_bytes(a.code))
+        prefetch_rows(next_v, a.v_s, first, last, a.value_dim * format_bytes(a.code))
         k0, k1, masked = panel_keys(s, p, n0, n1)
         if k0 >= k1:
             continue
@@ -176,7 +180,7 @@ def forward_tile(lanes, a, s, b, head_kv, n0, n1, panels, use_keep):
         out = s.o_t + at * a.value_dim_padded
         mix_panel(lanes, a, s, s.score, out, s.lane_alpha + at, k0, k1)
         if bad > 0:
-            add_bad_values(lanes, a, s, s.score, s.extra, out, bad, k0, k1)
+            add_bad_values(lanes, a, s, s.score, s.extra, out, n0, bad, k0, k1)
 
 
 @inlined
@@ -200,13 +204,9 @@ def finish_row(lanes, a, s, t):
 
 
 @inlined
-def forward_block(lanes, a, s, job):
-    """One block of query rows: pack, walk the key tiles, normalise, store."""
+def forward_block(lanes, a, s, b, first_head, i):
+    """Block i of the query rows of `pack` heads: pack, walk the key tiles, normalise, store."""
     columns, size = panel_width(lanes), element_bytes(lanes)
-    packs = a.group // a.pack
-    i = a.blocks - 1 - job % a.blocks  # under a causal mask the last blocks are the longest: they go first
-    first_head = job // a.blocks % (a.heads_kv * packs) * a.pack
-    b = job // a.blocks // (a.heads_kv * packs)
     first, count = block_rows(a, i, get_i64(a.seq, b * SEQ_COLUMNS + Q_LEN) * a.pack)
     if count <= 0:
         return
@@ -222,9 +222,11 @@ def forward_block(lanes, a, s, job):
     entry, last_entry = tile_entries(a, b, first_head, i)
     for e in range(entry, last_entry):
         start, end, whole = tile_entry(lanes, a, e, low, high)
-        for n0 in range(start, end, a.block_n):
-            use_keep = a.keep != 0 and not whole
-            forward_tile(lanes, a, s, b, first_head // a.group, n0, min(n0 + a.block_n, end), panels, use_keep)
+        use_keep = a.keep != 0 and not whole
+        first_tile, last_tile = tiles_between(a, start, end)
+        for tile in range(first_tile, last_tile):
+            n0, n1 = max(start, tile * a.block_n), min(end, (tile + 1) * a.block_n)
+            forward_tile(lanes, a, s, b, first_head // a.group, n0, n1, panels, use_keep)
     for t in range(count):
         finish_row(lanes, a, s, t)
     for p in range(panels):
@@ -241,22 +243,28 @@ def forward_kernel(lanes: Lanes):
         """o = softmax(scores(q k^T)) v, lse = log sum exp(scores), max_logit = max(scores)."""
         a = record_at(address, FORWARD_ARGS)
         s = bind_scratch(a, take_ticket(address + 8))
+        forget_tiles(a, s)
+        rows_of_b = a.heads_kv * a.group // a.pack
         job = take_ticket(address)
         while job < a.jobs:
-            forward_block(lanes, a, s, job)
+            row, part = job // a.parts, job % a.parts  # a row of jobs: all blocks of the heads that share lanes
+            b, first_head = row // rows_of_b, row % rows_of_b * a.pack
+            for index in range(part * a.part_blocks, min((part + 1) * a.part_blocks, a.blocks)):
+                # Under a causal mask the last blocks are the longest: they go first.
+                forward_block(lanes, a, s, b, first_head, a.blocks - 1 - index)
             job = take_ticket(address)
 
     return compile_kernel(kernel, f"fp{lanes.bits} forward")
 
 
 @functools.lru_cache(256)
-def forward_layout(lanes: Lanes, block_m: int, block_n: int, dim: int, value_dim: int):
+def forward_layout(lanes: Lanes, block_m: int, block_n: int, dim: int, value_dim: int, slots: int):
     """Scratch of one forward thread."""
     real, panel = lanes.bits // 8, block_n * lanes.panel * (lanes.bits // 8)
     return ScratchLayout(
         lane_sizes(lanes, block_m)
-        | dict.fromkeys(("k_rows", "v_rows", "k_bad", "v_bad"), 8 * block_n)
-        | {"k": block_n * dim * real, "v": block_n * value_dim * real, "score": panel, "extra": panel}
+        | tile_sizes(slots, block_n, dim * real, value_dim * real)
+        | {"v_bad": 8 * block_n, "score": panel, "extra": panel}
         | {"q_t": block_m * dim * real, "o_t": block_m * value_dim * real, "trash": max(dim, value_dim) * real}
     )
 
@@ -269,6 +277,30 @@ def forward_config(jobs_of_a_row: int, rows: int, dim: int, threads: int, lanes:
     while block_m > lanes.panel and jobs_of_a_row * -(-rows // block_m) < 4 * threads:
         block_m = (block_m // lanes.panel + 1) // 2 * lanes.panel
     return FwdConfig(block_m, config.block_n)
+
+
+def job_fields(rows_of_jobs: int, blocks: int, threads: int) -> dict[str, int]:
+    """The blocks of the heads that share lanes, cut into jobs: no more than give every thread enough to share.
+
+    The longer a thread stays with a head, the fewer times its keys are packed.
+    """
+    parts = min(blocks, -(-4 * threads // max(rows_of_jobs, 1))) if threads > 1 else 1
+    part_blocks = -(-blocks // max(parts, 1))
+    parts = -(-blocks // max(part_blocks, 1))
+    return {"parts": parts, "part_blocks": part_blocks, "jobs": rows_of_jobs * parts}
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, o: Tensor, plan: Plan, lanes: Lanes, threads: int) -> Launch:
+    """The launch of all calls with this plan and tensors of these shapes and strides."""
+    batch, heads, largest_dim = plan.seq.size(0), q.size(-2), max(q.size(-1), v.size(-1))
+    config = forward_config(batch * heads, plan.max_q, largest_dim, threads, lanes)
+    fields = shared_fields(q, k, v, o, plan, lanes, config.block_m, config.block_n)
+    fields |= job_fields(batch * heads // fields["pack"], fields["blocks"], threads)
+    dims = fields["dim_padded"], fields["value_dim_padded"]
+    if fields["part_blocks"] > 1:
+        fields["slots"] = tile_slots(fields["key_tiles"], sum(dims) * lanes.bits // 8, config.block_n)
+    layout = forward_layout(lanes, fields["block_m"], config.block_n, *dims, fields["slots"])
+    return Launch(forward_kernel(lanes), FORWARD_ARGS, fields, layout, threads)
 
 
 def forward(
@@ -297,10 +329,9 @@ def forward(
         o.zero_()
         lse.fill_(-math.inf)
     threads = thread_count(4.0 * batch * heads * plan.max_q * plan.max_k * dim)
-    config = forward_config(batch * heads, plan.max_q, max(dim, value_dim), threads, lanes)
-    fields = shared_fields(q, k, v, o, lse, plan, lanes, config.block_m, config.block_n)
-    fields["max_logit"] = max_logit.data_ptr()
-    fields["jobs"] = batch * (heads // fields["pack"]) * fields["blocks"]
-    layout = forward_layout(lanes, fields["block_m"], config.block_n, fields["dim_padded"], fields["value_dim_padded"])
-    launch(forward_kernel(lanes), FORWARD_ARGS, fields, layout, threads)
+    key = (lanes, threads, q.dtype, q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), o.stride())
+    if (launch := plan.launches.get(key)) is None:
+        launch = plan.launches[key] = prepare(q, k, v, o, plan, lanes, threads)
+    q_at, k_at, v_at, o_at = q.data_ptr(), k.data_ptr(), v.data_ptr(), o.data_ptr()
+    launch.run(q=q_at, k=k_at, v=v_at, o=o_at, lse=lse.data_ptr(), max_logit=max_logit.data_ptr())
     return o, lse, max_logit

@@ -4,15 +4,14 @@ import math
 
 from numba import njit
 
-from .blocks import K_START, LOG2E, Q_START, SEQ_COLUMNS, panel_keys
+from .blocks import LOG2E, Q_START, SEQ_COLUMNS, panel_keys
 from .gemm import GRAD_ROWS, SCORE_ROWS, mix_add_tile, outer_tile
+from .key_tiles import hold_tile
 from .memory import get_i64, get_real, load, put_i64, put_real, store
 from .panels import (
     add_lane_sums,
     fill_vectors,
-    list_rows,
     multiply_panel,
-    pack_tile,
     scatter_add_panel,
     set_bad_rows_aside,
 )
@@ -128,7 +127,7 @@ def gradient_panel(lanes, a, s, p, n0, n1, padded, use_keep):
         return
     lane = p * columns * size
     score_panel(lanes, a, s, p, score, s.slope, n0, n1, k0, k1, masked, use_keep)
-    dot_panel(lanes, grad, s.v, a.block_n, s.do_t + lane * a.value_dim_padded, a.value_dim_padded, k0, k1)
+    dot_panel(lanes, grad, s.v, a.tile_rows, s.do_t + lane * a.value_dim_padded, a.value_dim_padded, k0, k1)
     drop(lanes, a, s, p, grad, n0, k0, k1)
     lse, rest, slack = s.lane_lse + lane, s.lane_lse_rest + lane, s.lane_slack + lane
     gradient_pass(lanes, score, grad, k0, k1, a.score_scale, lse, rest, slack, s.lane_delta + lane)
@@ -155,7 +154,7 @@ def add_query_gradient(lanes, a, s, p):
     out = s.dq_t + p * columns * a.dim_padded * size
     weights = s.grad + (p * a.block_n + k0) * columns * size
     for c in range(0, a.dim, width):
-        keys = s.k + (c // width * a.block_n + k0) * width * size
+        keys = s.k + (c // width * a.tile_rows + k0) * width * size
         tiles = (min(width, a.dim - c) + SCORE_ROWS - 1) // SCORE_ROWS
         mix_add_tile(lanes, out + c * columns * size, keys, 4 * width * size, weights, (k1 - k0) // 4, 0, tiles)
 
@@ -183,17 +182,13 @@ def add_key_gradient(lanes, a, s, panels, padded, weights, rows, out, dim):
 def backward_tile(lanes, a, s, b, head_kv, n0, n1, chunk_start, panels, use_keep):
     """One key tile [n0, n1) against all panels of the block."""
     size, width, n = element_bytes(lanes), 2 * vector_width(lanes), n1 - n0
-    token = get_i64(a.seq, b * SEQ_COLUMNS + K_START) + n0
     padded = (n + 11) // 12 * 12
-    list_rows(s.k_rows, a.k + b * a.k_b + token * a.k_s + head_kv * a.k_h, a.k_s, n)
-    list_rows(s.v_rows, a.v + b * a.v_b + token * a.v_s + head_kv * a.v_h, a.v_s, n)
-    bad = pack_tile(lanes, s.k, a.block_n, s.k_rows, n, padded, a.code, a.dim, a.dim_padded)
-    pack_tile(lanes, s.v, a.block_n, s.v_rows, n, padded, a.code, a.value_dim, a.value_dim_padded)
+    k_bad, _ = hold_tile(lanes, a, s, b, head_kv, n0)
     for p in range(panels):
         gradient_panel(lanes, a, s, p, n0, n1, padded, use_keep)
     if a.dq != 0:
-        if bad:  # 0 * NaN must not reach the rows that do not see the key; the others have NaN in dS already
-            set_bad_rows_aside(lanes, s.k, a.block_n, n, a.dim_padded, s.k_bad)
+        if k_bad:  # 0 * NaN must not reach the rows that do not see the key; the others have NaN in dS already
+            set_bad_rows_aside(lanes, s.k, a.tile_rows, (n + 3) // 4 * 4, a.dim_padded, s.k_bad)
         for p in range(panels):
             add_query_gradient(lanes, a, s, p)
     at = (n0 - chunk_start) * width * size

@@ -16,10 +16,10 @@ from torch import Tensor
 from tilewise.predicates import drop_threshold
 
 from . import memory, pool
-from .blocks import LOG2E
+from .blocks import KEY_STEP, LOG2E
 from .plan import Plan
 from .simd import Lanes
-from .structs import ARGS_BYTES, SCRATCH_FIELDS, fill
+from .structs import ARGS_BYTES, SCRATCH_FIELDS, pack, put_addresses
 
 FORMATS = {
     torch.float32: memory.F32,
@@ -31,15 +31,10 @@ FORMATS = {
 }
 SMALL_FLOPS = 4_000_000  # below, about 50 us of work: waking threads costs more than it saves
 CACHE_LINE = 64
-KEPT_SCRATCH_BYTES = 16 << 20  # a thread keeps scratch up to this size for its next call
+KEPT_SCRATCH_BYTES = 16 << 20  # per thread of a call: its caller keeps scratch up to this size for the next call
 
 _ZEROS = np.zeros(1024, np.float64)  # a row of zeros for absent queries, as long as the largest head dim
 _ZEROS_ADDRESS = _ZEROS.ctypes.data
-
-
-_TENSOR_FIELDS = {
-    name: (name, f"{name}_b", f"{name}_s", f"{name}_h") for name in ("q", "k", "v", "o", "do", "dq", "dk", "dv")
-}
 
 
 class _Workspace(threading.local):
@@ -87,22 +82,16 @@ def last_dim_dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.size(-1) == 1 else x.contiguous()
 
 
-def tensor_fields(name: str, x: Tensor) -> dict[str, int]:
-    """Address and byte strides along batch, sequence and head; a packed tensor has no batch stride."""
+def stride_fields(name: str, x: Tensor) -> dict[str, int]:
+    """Byte strides along batch, sequence and head; a packed tensor has no batch stride."""
     size, (*batch, sequence, head, _) = x.element_size(), x.stride()
-    address, stride_b, stride_s, stride_h = _TENSOR_FIELDS[name]
-    return {
-        address: x.data_ptr(),
-        stride_b: batch[0] * size if batch else 0,
-        stride_s: sequence * size,
-        stride_h: head * size,
-    }
+    return {f"{name}_b": batch[0] * size if batch else 0, f"{name}_s": sequence * size, f"{name}_h": head * size}
 
 
-def matrix_fields(name: str, x: Tensor) -> dict[str, int]:
-    """Address and byte strides of a (B, H, max_q, max_k) tensor."""
+def matrix_strides(name: str, x: Tensor) -> dict[str, int]:
+    """Byte strides of a (B, H, max_q, max_k) tensor."""
     strides = (stride * x.element_size() for stride in x.stride())
-    return {name: x.data_ptr(), **{f"{name}_{dim}": stride for dim, stride in zip("bhmn", strides, strict=True)}}
+    return {f"{name}_{dim}": stride for dim, stride in zip("bhmn", strides, strict=True)}
 
 
 def round_up(x: int, multiple: int) -> int:
@@ -132,9 +121,9 @@ def modifier_fields(plan: Plan, real: torch.dtype) -> dict[str, Any]:
         stride_b, stride_h = plan.slopes.stride()
         fields.update(slopes=plan.slopes.data_ptr(), slopes_b=stride_b * size, slopes_h=stride_h * size)
     if plan.bias is not None:
-        fields.update(matrix_fields("bias", plan.bias), bias_code=FORMATS[plan.bias.dtype])
+        fields.update(matrix_strides("bias", plan.bias), bias=plan.bias.data_ptr(), bias_code=FORMATS[plan.bias.dtype])
     if plan.keep is not None:
-        fields.update(matrix_fields("keep", plan.keep))
+        fields.update(matrix_strides("keep", plan.keep), keep=plan.keep.data_ptr())
     if plan.sinks is not None:
         fields.update(sinks=plan.sinks.data_ptr())
     if plan.dropout_p > 0.0:
@@ -153,8 +142,8 @@ def heads_per_block(plan: Plan, group: int) -> int:
     return group if plan.tiles is None else 1
 
 
-def shared_fields(q, k, v, o, lse, plan: Plan, lanes: Lanes, block_m: int, block_n: int) -> dict[str, Any]:
-    """All fields that forward and backward have in common, scratch apart."""
+def shared_fields(q, k, v, o, plan: Plan, lanes: Lanes, block_m: int, block_n: int) -> dict[str, Any]:
+    """All fields that forward and backward have in common, but for the addresses of tensors that change from call to call."""
     (*_, heads, dim), heads_kv, value_dim = q.shape, k.size(-2), v.size(-1)
     pack = heads_per_block(plan, heads // heads_kv)
     rows = plan.max_q * pack
@@ -164,10 +153,10 @@ def shared_fields(q, k, v, o, lse, plan: Plan, lanes: Lanes, block_m: int, block
     lse_b, lse_h = row_index_strides(q)
     columns = 2 * lanes.width
     return {
-        **tensor_fields("q", q),
-        **tensor_fields("k", k),
-        **tensor_fields("v", v),
-        **tensor_fields("o", o),
+        **stride_fields("q", q),
+        **stride_fields("k", k),
+        **stride_fields("v", v),
+        **stride_fields("o", o),
         "code": FORMATS[q.dtype],
         "dim": dim,
         "value_dim": value_dim,
@@ -177,7 +166,6 @@ def shared_fields(q, k, v, o, lse, plan: Plan, lanes: Lanes, block_m: int, block
         "group": heads // heads_kv,
         "pack": pack,
         "softmax_scale": plan.softmax_scale,
-        "lse": lse.data_ptr(),
         "lse_b": lse_b,
         "lse_h": lse_h,
         "seq": plan.seq.data_ptr(),
@@ -186,6 +174,9 @@ def shared_fields(q, k, v, o, lse, plan: Plan, lanes: Lanes, block_m: int, block
         "bounds_stride": plan.bounds_stride,
         "block_m": block_m,
         "block_n": block_n,
+        "tile_rows": block_n + KEY_STEP,
+        "key_tiles": -(-plan.max_k // block_n),
+        "slots": 1,
         "span": span,
         "blocks_per_span": blocks_per_span,
         "blocks": -(-rows // span) * blocks_per_span,
@@ -217,25 +208,31 @@ def lane_sizes(lanes: Lanes, rows: int) -> dict[str, int]:
     return sizes | dict.fromkeys(halves, integer * rows) | dict.fromkeys(reals, real * rows)
 
 
-def scratch_memory(size: int) -> Tensor:
-    """`size` bytes and room to align them; small ones are kept per calling thread."""
+def scratch_memory(size: int, threads: int) -> Tensor:
+    """`size` bytes for each thread and room to align them; small ones are kept per calling thread."""
     kept = _workspace.scratch
-    if kept.numel() < size + CACHE_LINE:
-        kept = torch.empty(size + CACHE_LINE, dtype=torch.uint8, device="cpu")
+    if kept.numel() < size * threads + CACHE_LINE:
+        kept = torch.empty(size * threads + CACHE_LINE, dtype=torch.uint8, device="cpu")
         if size <= KEPT_SCRATCH_BYTES:
             _workspace.scratch = kept
     return kept
 
 
-def launch(kernel, record: np.dtype, fields: dict[str, Any], layout: ScratchLayout, threads: int) -> None:
-    """Run the kernel's jobs on up to `threads` threads."""
-    threads = max(1, min(threads, fields["jobs"]))
-    block = scratch_memory(layout.bytes * threads)
-    fields["scratch"] = round_up(block.data_ptr(), CACHE_LINE)
-    fields["scratch_bytes"] = layout.bytes
-    fields["layout"] = layout.address
-    fill(record, _workspace.args, fields)
-    pool.run(kernel, _workspace.args_address, threads)
+class Launch:
+    """A kernel and its args record, made ready once for all calls that differ in the addresses of their tensors only."""
+
+    def __init__(self, kernel: Callable, record: np.dtype, fields: dict[str, Any], layout: ScratchLayout, threads: int):
+        self._kernel, self._record, self._layout = kernel, record, layout
+        self._threads = max(1, min(threads, fields["jobs"]))
+        self._args = pack(record, fields | {"scratch_bytes": layout.bytes, "layout": layout.address})
+
+    def run(self, **addresses: int) -> None:
+        """Run the kernel's jobs, with these fields set."""
+        block, args = scratch_memory(self._layout.bytes, self._threads), _workspace.args
+        args[: len(self._args)] = self._args
+        put_addresses(self._record, args, addresses)
+        put_addresses(self._record, args, {"scratch": round_up(block.data_ptr(), CACHE_LINE)})
+        pool.run(self._kernel, _workspace.args_address, self._threads)
 
 
 def thread_count(flops: float) -> int:

@@ -1,6 +1,7 @@
 """One call lowered for the CPU kernels: numbers and tensors, no semantics left."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -44,3 +45,5 @@ class Plan:
     tiles: TileRanges | None = None
     dropout_p: float = 0.0
     seed: int = 0
+    #: What the passes made ready for calls with this plan, by shapes and strides: a training loop has few of both.
+    launches: dict[tuple, Any] = field(default_factory=dict, init=False, compare=False, repr=False)

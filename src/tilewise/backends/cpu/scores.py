@@ -135,7 +135,7 @@ def score_panel(lanes, a, s, p, panel, slope, n0, n1, k0, k1, masked, use_keep):
     columns, size = panel_width(lanes), element_bytes(lanes)
     first = p * columns
     query = s.q_t + first * a.dim_padded * size
-    dot_panel(lanes, panel, s.k, a.block_n, query, a.dim_padded, k0, k1)
+    dot_panel(lanes, panel, s.k, a.tile_rows, query, a.dim_padded, k0, k1)
     if a.cap != 0.0:
         cap_pass(lanes, panel, k0, k1, a.cap, slope)
     if a.slopes != 0:

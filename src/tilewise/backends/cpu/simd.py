@@ -231,37 +231,24 @@ def runtime(_context, x):
     return types.int64(types.int64), lambda context, builder, sig, args: args[0]
 
 
-@intrinsic
-def splat(_context, lanes, x):
-    """A float vector with `x` everywhere."""
-    vec = lanes.vector
+def _splat(vector_of):
+    """A function `(lanes, x)`: the vector `vector_of(lanes)` with `x` everywhere."""
 
-    def codegen(context, builder, sig, args):
-        return _as_vector(context, builder, vec, args[1], sig.args[1])
+    @intrinsic
+    def splat(_context, lanes, x):
+        vec = vector_of(lanes)
 
-    return vec(lanes, x), codegen
+        def codegen(context, builder, sig, args):
+            return _as_vector(context, builder, vec, args[1], sig.args[1])
 
+        return vec(lanes, x), codegen
 
-@intrinsic
-def splat_u32(_context, lanes, x):
-    """An unsigned 32-bit vector with the low half of `x` everywhere."""
-    vec = Vector("u32", lanes.width)
-
-    def codegen(context, builder, sig, args):
-        return _as_vector(context, builder, vec, args[1], sig.args[1])
-
-    return vec(lanes, x), codegen
+    return splat
 
 
-@intrinsic
-def splat_i32(_context, lanes, x):
-    """A signed 32-bit vector with `x` everywhere."""
-    vec = Vector("i32", lanes.width)
-
-    def codegen(context, builder, sig, args):
-        return _as_vector(context, builder, vec, args[1], sig.args[1])
-
-    return vec(lanes, x), codegen
+splat = _splat(lambda lanes: lanes.vector)
+splat_i32 = _splat(lambda lanes: Vector("i32", lanes.width))
+splat_u32 = _splat(lambda lanes: Vector("u32", lanes.width))  # the low half of `x`
 
 
 @intrinsic

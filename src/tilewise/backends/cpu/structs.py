@@ -16,12 +16,13 @@ _SHARED = (
     *("slopes", "slopes_b", "slopes_h", "sinks", "drop_threshold", "seed"),
     *("bias", "bias_b", "bias_h", "bias_m", "bias_n", "bias_code", "keep", "keep_b", "keep_h", "keep_m", "keep_n"),
     *("tile_offsets", "tile_b", "tile_h", "tile_starts", "tile_ends", "tile_full"),
+    *("tile_rows", "key_tiles", "slots"),  # see key_tiles
     *("jobs", "scratch", "scratch_bytes", "layout", "zeros"),
 )
 # cap: softcap * log2(e), 0 without; a score in units of log2 is score_scale * (query_scale * q) . k before modifiers
 _SHARED_REAL = ("query_scale", "score_scale", "softmax_scale", "cap", "drop_scale")
 
-_FORWARD = ("max_logit",)
+_FORWARD = ("max_logit", "parts", "part_blocks")
 _BACKWARD = (
     *("do", "do_b", "do_s", "do_h", "dlse", "delta"),  # dlse and delta have the strides of lse
     *("dq", "dq_b", "dq_s", "dq_h", "dq_chunk", "dq_code"),
@@ -36,7 +37,8 @@ SCRATCH_FIELDS = (
     *("lane_second", "lane_index", "lane_head", "lane_max", "lane_sum", "lane_alpha", "lane_lse", "lane_lse_rest"),
     *("lane_slack", "lane_delta", "lane_do", "lane_dq", "lane_dbias", "lane_dslope"),
     *("panel_lo", "panel_hi", "panel_all_lo", "panel_all_hi", "panel_k0", "panel_k1"),
-    *("k_rows", "v_rows", "k_bad", "v_bad", "k", "v", "q_t", "q", "do_t", "do", "o_t", "dq_t", "dk", "dv"),
+    *("k", "v", "k_slots", "v_slots", "tags", "k_rows", "v_rows", "k_bad", "v_bad"),  # k, v: see key_tiles.hold_tile
+    *("q_t", "q", "do_t", "do", "o_t", "dq_t", "dk", "dv"),
     *("score", "grad", "extra", "slope", "trash"),
 )
 
@@ -50,19 +52,26 @@ BACKWARD_ARGS = _record(_SHARED + _BACKWARD, _SHARED_REAL)
 SCRATCH = _record(SCRATCH_FIELDS)
 ARGS_BYTES = max(FORWARD_ARGS.itemsize, BACKWARD_ARGS.itemsize)
 
-_PACK = {  # by size: numpy's own way from a tuple to a record takes three times as long
-    record.itemsize: struct.Struct(
-        "".join(record[name].char for name in record.names or ()).replace("l", "q")
-    ).pack_into
-    for record in (FORWARD_ARGS, BACKWARD_ARGS)
+_RECORDS = (FORWARD_ARGS, BACKWARD_ARGS)  # below by size: the size of a numpy dtype is quicker to look up
+_PACK = {  # numpy's own way from a tuple to a record takes three times as long
+    record.itemsize: struct.Struct("".join(record[name].char for name in record.names or ()).replace("l", "q")).pack
+    for record in _RECORDS
 }
+_OFFSETS = {r.itemsize: dict(zip(r.names or (), range(0, r.itemsize, 8), strict=True)) for r in _RECORDS}
+_put_address = struct.Struct("q").pack_into
 
 
-def fill(record: np.dtype, target: bytearray, fields: Mapping[str, Any]) -> None:
-    """Write one record to the start of `target`; fields not given are 0. A name that the record lacks is an error."""
+def pack(record: np.dtype, fields: Mapping[str, Any]) -> bytes:
+    """A record as bytes; fields not given are 0. A name that the record lacks is an error."""
     assert record.names is not None
-    values = dict.fromkeys(record.names, 0)
-    values.update(fields)
+    values = dict.fromkeys(record.names, 0) | dict(fields)
     if len(values) != len(record.names):
         raise KeyError(f"no such fields: {sorted(values.keys() - set(record.names))}")
-    _PACK[record.itemsize](target, 0, *values.values())
+    return _PACK[record.itemsize](*values.values())
+
+
+def put_addresses(record: np.dtype, target: bytearray, addresses: Mapping[str, int]) -> None:
+    """Set fields of the record at the start of `target`."""
+    offsets = _OFFSETS[record.itemsize]
+    for name, address in addresses.items():
+        _put_address(target, offsets[name], address)
