@@ -16,8 +16,8 @@ for the output, the logsumexp, the largest score and every gradient. What makes 
 - Gradients are recomputed from the saved logsumexp, one number per row with one rounding, as in every FlashAttention:
   ``p = exp(score - lse)`` is off by up to ``|lse| eps / 2`` in each row; twice that, since dk and dv add up rows, is added to
   the ``2 eps`` of gradients.
-- ``ds = p (dp - delta)`` is a difference of two rounded numbers, and ``delta = do . o`` uses the saved, rounded o: these
-  roundings, for one unit of probability, are added in dq, dk and dbias. They matter where few numbers cancel.
+- ``ds = p (dp - delta)`` is a difference of two rounded numbers, and ``delta = do . o - dlse`` uses the saved, rounded o:
+  these roundings, for one unit of probability, are added in dq, dk and dbias. They matter where few numbers cancel.
 - The gradients of a broadcast bias and of slopes are sums that cancel: the sum of their terms' magnitudes stands for
   ``|ref64|``.
 - In float64, where the dense computation *is* the reference, its error is that of float32 on the same problem times the
@@ -221,7 +221,7 @@ def assert_matches_reference(
         complaint = _compare(got.detach().double(), exact[name], size, dense_errors[name], eps, slack)
         if complaint:
             complaints.append(f"{name} {tuple(got.shape)}: {complaint}")
-    complaints += _leaks(found, exact)
+    complaints += _leaks(what, found, exact)
     if complaints:
         end = f", backend={backend!r})" if what.repro.startswith("assert") else ""
         head = "import torch; from tilewise.testing import Case, assert_matches_reference; " if end else ""
@@ -322,10 +322,9 @@ def _delta_slack(what: Inputs, o: Tensor) -> dict[str, float]:
     """What the roundings of o, dp and delta can do, through ``dp - delta``, to one unit of probability in dq, dk and dbias."""
     if not o.numel():
         return {}
-    do = torch.where(what.upstream()[0].isfinite(), what.upstream()[0], 0.0).double()
-    accumulator = torch.float64 if what.q.dtype == torch.float64 else torch.float32
-    roundings = 0.5 * torch.finfo(what.q.dtype).eps + torch.finfo(accumulator).eps
-    delta = roundings * _max((do * o).abs().sum(-1))
+    do, dlse = (torch.where(t.isfinite(), t, 0.0).double() for t in what.upstream())
+    of_o, of_sums = 0.5 * torch.finfo(what.q.dtype).eps, torch.finfo(what.upstream()[1].dtype).eps
+    delta = (of_o + of_sums) * _max((do * o).abs().sum(-1)) + of_sums * _max(dlse)
     scale = abs(bind(what).softmax_scale)
     q, k = (_max(torch.where(t.isfinite(), t, 0.0)) if t.numel() else 0.0 for t in (what.q, what.k))
     return {"dq": scale * delta * k, "dk": scale * delta * q, "dbias": delta}
@@ -367,23 +366,29 @@ def _rms(t: Tensor) -> float:
     return math.sqrt(float(t.square().mean()))
 
 
-def _leaks(found: dict[str, Tensor], exact: dict[str, Tensor]) -> list[str]:
+def _leaks(what: Inputs, found: dict[str, Tensor], exact: dict[str, Tensor]) -> list[str]:
     """Rows that see no key, and keys that no row sees, whose results are not exactly 0."""
     blind = exact["lse"] == -torch.inf
     blind = (blind.T if blind.dim() == 2 else blind.transpose(1, 2))[..., None]
     named = [(name, blind) for name in ("o", "dq") if name in found]
     if "dk" in found and "dv" in found:
-        unseen = ((exact["dk"] == 0).all(-1) & (exact["dv"] == 0).all(-1))[..., None]
+        unseen = _unseen_keys(what, exact)
         named += [("dk", unseen), ("dv", unseen)]
     return [f"{name} is not 0 where nothing is seen" for name, none in named if bool((found[name] * none != 0).any())]
+
+
+def _unseen_keys(inputs: Inputs, exact: dict[str, Tensor]) -> Tensor:
+    """Keys that no row sees, in the shape of k with 1 for D: those without gradients, where dropout drops nothing."""
+    if inputs.options.get("dropout_p"):
+        exact = _dense(dataclasses.replace(inputs, options=inputs.options | {"dropout_p": 0.0}).to(torch.float64))
+    return ((exact["dk"] == 0).all(-1) & (exact["dv"] == 0).all(-1))[..., None]
 
 
 def _poisoned(inputs: Inputs) -> Inputs:
     """NaN wherever the float64 reference says that nothing depends on it."""
     run = _dense(inputs.to(torch.float64))
-    unseen_k = (run["dk"] == 0).all(-1) & (run["dv"] == 0).all(-1)
     blind_q = (run["lse"] == -torch.inf).T if inputs.varlen else (run["lse"] == -torch.inf).transpose(1, 2)
     do, dlse = inputs.upstream()
     q, do = (t.masked_fill(blind_q[..., None], torch.nan) for t in (inputs.q, do))
-    k, v = (t.masked_fill(unseen_k[..., None], torch.nan) for t in (inputs.k, inputs.v))
+    k, v = (t.masked_fill(_unseen_keys(inputs, run), torch.nan) for t in (inputs.k, inputs.v))
     return dataclasses.replace(inputs, q=q, k=k, v=v, do=do, dlse=dlse)
