@@ -77,6 +77,7 @@ def score_gradients(product, dp, scoring, rows, key, k_len, lse2, delta, MASKED:
 def dq_sweep(
     first, last, listed, visit, dq, dslope, q, do, keys, rows, scoring, lse2, delta, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    CLEAN: tl.constexpr,
 ):  # fmt: skip
     """Key tiles: dq += ds k, and the slopes' share of each row."""
     for entry in tl.range(first, last):
@@ -90,8 +91,8 @@ def dq_sweep(
         _, ds, slope = score_gradients(s, dp, scoring, rows, key, keys.length, lse2, delta, MASKED)
         if scoring.slopes is not None:
             dslope -= tl.sum(ds * tl.abs(rows.m - key).to(tl.float32), 1)
-        if MASKED:
-            k = tl.where(k * 0.0 == 0.0, k, 0.0).to(k.dtype)  # 0 times the NaN of a key that no row sees
+        if CLEAN:  # 0 times the NaN of a key that no row sees
+            k = tl.where(k * 0.0 == 0.0, k, 0.0).to(k.dtype)
         dq = tl.dot((ds * slope).to(k.dtype), k, dq, input_precision=PRECISION)
     return dq, dslope
 
@@ -124,16 +125,21 @@ def dq_kernel(
     if has_low(interval, visit):
         acc, dslope = dq_sweep(
             first, full_first, listed, visit, acc, dslope, q_tile, do_tile, keys, down(rows), scoring, lse2[:, None],
-            row_delta[:, None], D, DV, BLOCK_N, PRECISION, TMA, True,
+            row_delta[:, None], D, DV, BLOCK_N, PRECISION, TMA, True, False,
         )  # fmt: skip
     acc, dslope = dq_sweep(
         full_first, full_last, listed, visit, acc, dslope, q_tile, do_tile, keys, down(rows), scoring, lse2[:, None],
-        row_delta[:, None], D, DV, BLOCK_N, PRECISION, TMA, False,
+        row_delta[:, None], D, DV, BLOCK_N, PRECISION, TMA, False, False,
     )  # fmt: skip
     if visit is None:
         acc, dslope = dq_sweep(
             full_last, last, listed, visit, acc, dslope, q_tile, do_tile, keys, down(rows), scoring, lse2[:, None],
-            row_delta[:, None], D, DV, BLOCK_N, PRECISION, TMA, True,
+            row_delta[:, None], D, DV, BLOCK_N, PRECISION, TMA, True, False,
+        )  # fmt: skip
+    if tl.max(tl.max(tl.where(acc * 0.0 == 0.0, 0, 1), 1), 0) > 0:
+        acc, dslope = dq_sweep(
+            first, last, listed, visit, tl.zeros_like(acc), tl.zeros_like(dslope), q_tile, do_tile, keys, down(rows),
+            scoring, lse2[:, None], row_delta[:, None], D, DV, BLOCK_N, PRECISION, TMA, True, True,
         )  # fmt: skip
     if dq is not None:
         target = rows_at(dq, b, h, q_start)
@@ -144,8 +150,9 @@ def dq_kernel(
 
 @triton.jit
 def dkdv_sweep(
-    first, last, listed, visit, dk, dv, k, v, q, do, lse, delta, b, h, j, q_start, q_len, k_len, shift, interval, scoring,
+    first, last, listed, visit, dk_sum, dv_sum, dk, dv, k, v, q, do, lse, delta, b, h, j, q_start, q_len, k_len, shift, interval, scoring,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    CLEAN: tl.constexpr,
 ):  # fmt: skip
     """Row tiles of one head: dv += p^T do, dk += ds^T q."""
     BLOCK_N: tl.constexpr = k.shape[0]
@@ -159,17 +166,21 @@ def dkdv_sweep(
         lse2, row_delta = load_statistics(lse, delta, b, h, q_start, rows)
         q_tile = load_rows(queries, q.row, i * BLOCK_M, q_len, t, tl.arange(0, k.shape[1]), D, TMA, MASKED)
         do_tile = load_rows(upstream, do.row, i * BLOCK_M, q_len, t, tl.arange(0, v.shape[1]), DV, TMA, MASKED)
-        if MASKED:  # rows that see no key may hold NaN
+        if CLEAN:  # 0 times the NaN of a row that sees no key
             sees = (lse2 < float("inf"))[:, None]
             q_tile, do_tile = tl.where(sees, q_tile, 0.0).to(k.dtype), tl.where(sees, do_tile, 0.0).to(k.dtype)
         s = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
-        dp = tl.dot(v, tl.trans(do_tile), input_precision=PRECISION)
+        dp = s
+        if dk is not None:
+            dp = tl.dot(v, tl.trans(do_tile), input_precision=PRECISION)
         weight, ds, slope = score_gradients(
             s, dp, scoring, across(rows), key, k_len, lse2[None, :], row_delta[None, :], MASKED
         )
-        dv = tl.dot(weight.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
-        dk = tl.dot((ds * slope).to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
-    return dk, dv
+        if dv is not None:
+            dv_sum = tl.dot(weight.to(do_tile.dtype), do_tile, dv_sum, input_precision=PRECISION)
+        if dk is not None:
+            dk_sum = tl.dot((ds * slope).to(q_tile.dtype), q_tile, dk_sum, input_precision=PRECISION)
+    return dk_sum, dv_sum
 
 
 @triton.jit(do_not_specialize=["lengths", "interval"])
@@ -188,31 +199,54 @@ def dkdv_kernel(
     key = j * BLOCK_N + n
     k_tile = load_rows(rows_at(k, b, hkv, k_start), k.row, j * BLOCK_N, k_len, n, tl.arange(0, BLOCK_D), D, False, True)
     v_tile = load_rows(rows_at(v, b, hkv, k_start), v.row, j * BLOCK_N, k_len, n, tl.arange(0, BLOCK_DV), DV, False, True)
-    dk_acc, dv_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32), tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    dk_sum, dv_sum = 0.0, 0.0  # of what is not asked for
+    if dk is not None:
+        dk_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    if dv is not None:
+        dv_sum = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for h in range(hkv * group, (hkv + 1) * group):
         first, full_first, full_last, last, listed = row_tiles(
             key, b, h, j, q_len, k_len, shift, interval, visit, BLOCK_M
         )
         if has_high(interval, visit):
-            dk_acc, dv_acc = dkdv_sweep(
-                first, full_first, listed, visit, dk_acc, dv_acc, k_tile, v_tile, q, do, lse, delta, b, h, j, q_start,
-                q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, TMA, True,
+            dk_sum, dv_sum = dkdv_sweep(
+                first, full_first, listed, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, lse, delta, b, h, j,
+                q_start, q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, TMA, True, False,
             )  # fmt: skip
-        dk_acc, dv_acc = dkdv_sweep(
-            full_first, full_last, listed, visit, dk_acc, dv_acc, k_tile, v_tile, q, do, lse, delta, b, h, j, q_start,
-            q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, TMA, False,
+        dk_sum, dv_sum = dkdv_sweep(
+            full_first, full_last, listed, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, lse, delta, b, h, j,
+            q_start, q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, TMA, False, False,
         )  # fmt: skip
         if visit is None:
-            dk_acc, dv_acc = dkdv_sweep(
-                full_last, last, listed, visit, dk_acc, dv_acc, k_tile, v_tile, q, do, lse, delta, b, h, j, q_start,
-                q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, TMA, True,
+            dk_sum, dv_sum = dkdv_sweep(
+                full_last, last, listed, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, lse, delta, b, h, j,
+                q_start, q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, TMA, True, False,
+            )  # fmt: skip
+    broken = 0
+    if dk is not None:
+        broken += tl.max(tl.max(tl.where(dk_sum * 0.0 == 0.0, 0, 1), 1), 0)
+    if dv is not None:
+        broken += tl.max(tl.max(tl.where(dv_sum * 0.0 == 0.0, 0, 1), 1), 0)
+    if broken > 0:
+        dk_sum, dv_sum = dk_sum * 0.0, dv_sum * 0.0
+        if dk is not None:
+            dk_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        if dv is not None:
+            dv_sum = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+        for h in range(hkv * group, (hkv + 1) * group):
+            first, full_first, full_last, last, listed = row_tiles(
+                key, b, h, j, q_len, k_len, shift, interval, visit, BLOCK_M
+            )
+            dk_sum, dv_sum = dkdv_sweep(
+                first, last, listed, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, lse, delta, b, h, j,
+                q_start, q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, TMA, True, True,
             )  # fmt: skip
     valid = key < k_len
     if dk is not None:
         target = rows_at(dk, b, hkv, k_start)
-        store_rows(target, dk.row, dk_acc * softmax_scale, key, tl.arange(0, BLOCK_D), valid, D)
+        store_rows(target, dk.row, dk_sum * softmax_scale, key, tl.arange(0, BLOCK_D), valid, D)
     if dv is not None:
-        store_rows(rows_at(dv, b, hkv, k_start), dv.row, dv_acc, key, tl.arange(0, BLOCK_DV), valid, DV)
+        store_rows(rows_at(dv, b, hkv, k_start), dv.row, dv_sum, key, tl.arange(0, BLOCK_DV), valid, DV)
 
 
 @triton.jit
@@ -277,11 +311,11 @@ def dbias_kernel(
 
 def backward(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: Lowered,
-    needs: Needs, dq_config: Config | None = None, dkdv_config: Config | None = None,
+    needs: Needs, dq_config: Config | None = None, dkdv_configs: tuple[Config, Config] | None = None,
 ) -> Grads:  # fmt: skip
     """Run the backward kernels: shapes as in `forward`, `do` like o and `dlse` like lse, absent where they are zero."""
     dim = max(q.shape[-1], v.shape[-1])
-    by_rows, by_keys = dq_config or pick_dq(dim, q.dtype), dkdv_config or pick_dkdv(dim, q.dtype)
+    by_rows, by_keys = dq_config or pick_dq(dim, q.dtype), dkdv_configs or pick_dkdv(dim, q.dtype)
     do = torch.zeros_like(o) if do is None else do
     # Rows between packed sequences belong to no program.
     new = torch.zeros_like if call.varlen else torch.empty_like
@@ -298,8 +332,15 @@ def backward(
         launch.delta(o, dlse)
         if needs.dq or needs.dslopes:
             launch.dq(dq, dslopes, by_rows)
-    if call.B * call.lengths.max_k and (needs.dk or needs.dv):
-        launch.dkdv(dk, dv, by_keys)
+    if call.B * call.lengths.max_k:
+        of_dk, of_dv = by_keys
+        if of_dk == of_dv and (needs.dk or needs.dv):
+            launch.dkdv(dk, dv, of_dk)
+        else:
+            if needs.dk:
+                launch.dkdv(dk, None, of_dk)
+            if needs.dv:
+                launch.dkdv(None, dv, of_dv)
     return Grads(
         dq, dk, dv, launch.dbias(by_rows) if needs.dbias else None,
         None if dslopes is None else dslopes.sum(2), _sink_gradient(call.sinks, lse, delta) if needs.dsinks else None,
