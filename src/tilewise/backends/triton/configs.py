@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,13 @@ def padded(dim: int) -> int:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How float32 products are computed: exactly, or in TF32 where the user allows PyTorch that for its own."""
-    allowed = dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
-    return "tf32" if allowed else "ieee"
+    """How products are computed. float32: as sums of six bfloat16 products, float32's accuracy from matrix units.
+
+    TF32 where the user allows PyTorch that for its own products. Triton's interpreter knows exact ones only.
+    """
+    if dtype != torch.float32 or triton.knobs.runtime.interpret:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "bf16x6"
 
 
 def tma(*tensors: torch.Tensor) -> bool:
@@ -54,7 +59,7 @@ def tma(*tensors: torch.Tensor) -> bool:
 def pick_forward(dim: int, dtype: torch.dtype) -> Config:
     """For the larger of the two head dims."""
     if dtype == torch.float32:
-        return Config(64, 32, 4, 1) if dim <= 64 else Config(32, 32, 4, 1) if dim <= 128 else Config(16, 16, 4, 1)
+        return Config(64, 32, 4, 2) if dim <= 128 else Config(32, 16, 4, 1)
     if dim <= 64:
         return Config(64, 128, 4, 3)  # 425 / 436; (128, 64, 4, 3) 397 / 429, at 4K causal 345 against 321
     if dim <= 128:
@@ -71,7 +76,7 @@ def pick_dkdv(dim: int, dtype: torch.dtype) -> tuple[Config, Config]:
     sums in registers: computing p twice costs less than spilling them.
     """
     if dtype == torch.float32:
-        config = Config(32, 32, 4, 1) if dim <= 128 else Config(16, 16, 4, 1)
+        config = Config(32, 64, 4, 1) if dim <= 64 else Config(32, 32, 4, 1) if dim <= 128 else Config(16, 16, 4, 1)
         return config, config
     if dim <= 64:
         config = Config(32, 128, 4, 3)  # 430 / 486; (64, 64, 4, 3) 401 / 458
@@ -88,7 +93,7 @@ def pick_dkdv(dim: int, dtype: torch.dtype) -> tuple[Config, Config]:
 def pick_dq(dim: int, dtype: torch.dtype) -> Config:
     """For the larger of the two head dims; the kernel owns `block_m` rows and walks tiles of `block_n` keys."""
     if dtype == torch.float32:
-        return Config(32, 32, 4, 1) if dim <= 128 else Config(16, 16, 4, 1)
+        return Config(64, 32, 4, 1) if dim <= 128 else Config(16, 16, 4, 1)
     if dim <= 64:
         return Config(128, 64, 4, 3)  # 628 / 665
     if dim <= 128:
