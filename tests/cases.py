@@ -28,6 +28,7 @@ SIZES = [
     Case("few_queries", Sq=5, Sk=260, H=6, Hkv=2, D=64, mask=(CAUSAL,)),
     Case("more_heads_than_work", B=1, Sq=3, Sk=3, H=84, D=64),
     Case("batch_of_none", B=0, Sq=8, Sk=8),
+    Case("batch_of_none_documents", B=0, Sq=8, Sk=8, mask=(("document", "BS"),)),
     Case("no_queries", Sq=0, Sk=8, mask=(CAUSAL,)),
     Case("no_keys", Sq=8, Sk=0),
     Case("no_keys_sink", Sq=8, Sk=0, sinks=True, mask=(CAUSAL,)),

@@ -228,7 +228,7 @@ class Document(IntervalMask):
 
     @property
     def per_batch(self):  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.lo.shape[0] > 1
+        return self.lo.shape[0] != 1
 
     @property
     def params(self):

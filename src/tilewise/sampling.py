@@ -141,7 +141,7 @@ class Inputs:
         """The same call with every tensor on a device, strides and all."""
         if self.q.device.type == device:
             return self
-        moved = {name: _moved(t, device) for name, t in self.options.items() if isinstance(t, Tensor)}
+        moved: dict[str, Any] = {name: _moved(t, device) for name, t in self.options.items() if isinstance(t, Tensor)}
         if isinstance(mask := self.options.get("mask"), masks.Mask):
             parts = [m.rebuild(m.params, [_moved(t, device) for t in m.tensors]) for m in mask.parts()]
             moved["mask"] = masks.And(tuple(parts))

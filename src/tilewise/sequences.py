@@ -85,9 +85,7 @@ def row_bounds(bound: BoundSpec, seqs: Sequences, total_q: int) -> RowBounds:
 
 
 @lru_cache(maxsize=32)
-def _shared_bounds(
-    masks: tuple[IntervalMask, ...], Sq: int, Sk: int, align: str, device: torch.device
-) -> RowBounds:
+def _shared_bounds(masks: tuple[IntervalMask, ...], Sq: int, Sk: int, align: str, device: torch.device) -> RowBounds:
     # Closed-form masks of one (Sq, Sk) are the same for every call: training steps find them here.
     index = torch.arange(Sq, device=device)
     m = index + (Sk - Sq if align == "bottom_right" else 0)

@@ -173,7 +173,9 @@ def visit(lowered: Lowered, block_m: int, block_n: int, transposed: bool = False
     full = every.sum(3, dtype=torch.int32)
     partial = some.sum(3, dtype=torch.int32) - full
     b, h, rows, columns = some.shape
-    return Visit(order, partial.contiguous(), full.contiguous(), h * rows if b > 1 else 0, rows if h > 1 else 0, columns)
+    return Visit(
+        order, partial.contiguous(), full.contiguous(), h * rows if b > 1 else 0, rows if h > 1 else 0, columns
+    )
 
 
 def _classify(lowered: Lowered, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,11 @@
 """The query rows of a tile: what forward and backward know about them, and which key tiles they visit."""
 
-# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
-
 import triton
 import triton.language as tl
 
 from .portable import kv_tile_range
 from .scoremods import dropout_keys
-from .seqinfo import extremes, key_interval, row_interval, sequence
+from .seqinfo import extremes, key_interval, row_interval
 from .structs import Rows
 
 

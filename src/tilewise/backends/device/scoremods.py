@@ -1,7 +1,5 @@
 """Score modifiers, element masks and dropout on one tile of scores, for forward and backward."""
 
-# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
-
 import triton
 import triton.language as tl
 
@@ -71,7 +69,9 @@ def scores(product, scoring, rows, key, k_len, MASKED: tl.constexpr):
 @triton.jit
 def dropout_keys(dropout, b, h, row):
     """The two keys of each row's random stream."""
-    first, second = dropout_row_keys(tl.load(dropout.seed), tl.cast(b, tl.int64), tl.cast(h, tl.int64), tl.cast(row, tl.int64))
+    first, second = dropout_row_keys(
+        tl.load(dropout.seed), tl.cast(b, tl.int64), tl.cast(h, tl.int64), tl.cast(row, tl.int64)
+    )
     return first.to(tl.uint32), second.to(tl.uint32)
 
 

@@ -1,8 +1,5 @@
 """Sequences and rows: where they start, how long they are, which keys a row sees."""
 
-# Triton traces these functions: their arguments are tensors whatever pyright thinks.
-# pyright: reportArgumentType=false, reportOptionalMemberAccess=false
-
 import triton
 import triton.language as tl
 
@@ -18,10 +15,7 @@ def _bounds(b, cu, used, longest, total):
         return 0, longest
     else:
         start = tl.minimum(tl.maximum(tl.load(cu + b), 0), total).to(tl.int32)
-        if used is None:
-            length = tl.load(cu + b + 1).to(tl.int32) - start
-        else:
-            length = tl.load(used + b).to(tl.int32)
+        length = tl.load(cu + b + 1).to(tl.int32) - start if used is None else tl.load(used + b).to(tl.int32)
         return start, tl.maximum(tl.minimum(tl.minimum(length, longest), total - start), 0)
 
 

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-import triton.language as tl
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
 

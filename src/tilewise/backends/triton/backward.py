@@ -4,9 +4,6 @@ One kernel per thing that is summed: dk and dv by key tiles, dq (and the slopes'
 of the bias. So every sum has one owner, and every run the same order.
 """
 
-# Triton traces kernels: their arguments are not what pyright thinks.
-# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportCallIssue=false
-
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -33,7 +30,9 @@ DELTA_ROWS = 64  # of one program of `delta_kernel`
 
 
 @triton.jit(do_not_specialize=["lengths"])
-def delta_kernel(o, do, dlse, delta, lengths, heads, tiles, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr):
+def delta_kernel(
+    o, do, dlse, delta, lengths, heads, tiles, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr
+):
     """delta = rowsum(do * o) - dlse."""
     place = tl.program_id(0)
     i, h, b = place % tiles, place // tiles % heads, place // tiles // heads
@@ -113,7 +112,9 @@ def dq_kernel(
     rows = query_rows(i, b, h, q_start, q_len, k_len, shift, interval, scoring, BLOCK_M)
     t = tl.arange(0, BLOCK_M)
     q_tile = load_rows(rows_at(q, b, h, q_start), q.row, i * BLOCK_M, q_len, t, tl.arange(0, BLOCK_D), D, False, True)
-    do_tile = load_rows(rows_at(do, b, h, q_start), do.row, i * BLOCK_M, q_len, t, tl.arange(0, BLOCK_DV), DV, False, True)
+    do_tile = load_rows(
+        rows_at(do, b, h, q_start), do.row, i * BLOCK_M, q_len, t, tl.arange(0, BLOCK_DV), DV, False, True
+    )
     lse2, row_delta = load_statistics(lse, delta, b, h, q_start, rows)
     hkv = h // group
     keys = Keys(
@@ -150,7 +151,8 @@ def dq_kernel(
 
 @triton.jit
 def dkdv_sweep(
-    first, last, listed, visit, dk_sum, dv_sum, dk, dv, k, v, q, do, lse, delta, b, h, j, q_start, q_len, k_len, shift, interval, scoring,
+    first, last, listed, visit, dk_sum, dv_sum, dk, dv, k, v, q, do, lse, delta, b, h, j, q_start, q_len, k_len, shift,
+    interval, scoring,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
     CLEAN: tl.constexpr,
 ):  # fmt: skip
@@ -198,7 +200,9 @@ def dkdv_kernel(
     n = tl.arange(0, BLOCK_N)
     key = j * BLOCK_N + n
     k_tile = load_rows(rows_at(k, b, hkv, k_start), k.row, j * BLOCK_N, k_len, n, tl.arange(0, BLOCK_D), D, False, True)
-    v_tile = load_rows(rows_at(v, b, hkv, k_start), v.row, j * BLOCK_N, k_len, n, tl.arange(0, BLOCK_DV), DV, False, True)
+    v_tile = load_rows(
+        rows_at(v, b, hkv, k_start), v.row, j * BLOCK_N, k_len, n, tl.arange(0, BLOCK_DV), DV, False, True
+    )
     dk_sum, dv_sum = 0.0, 0.0  # of what is not asked for
     if dk is not None:
         dk_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -288,7 +292,7 @@ def dbias_kernel(
     j0, i0 = place % owners.keys, place // owners.keys % owners.rows
     h0, b0 = place // owners.keys // owners.rows % owners.heads, place // owners.keys // owners.rows // owners.heads
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for at in range(0, sums.batches * sums.heads * sums.rows * sums.keys):
+    for at in range(sums.batches * sums.heads * sums.rows * sums.keys):
         j, i = j0 + at % sums.keys, i0 + at // sums.keys % sums.rows
         rest = at // sums.keys // sums.rows
         h, b = h0 + rest % sums.heads, b0 + rest // sums.heads
@@ -401,7 +405,8 @@ class _Launch:
         listed = visit(call, config.block_m, config.block_n)
         dq_kernel[(tiles * call.H * call.B,)](
             *self._inputs(), None if dq is None else strided(dq), dslopes, call.lengths, call.interval, call.scoring,
-            listed, call.bound.softmax_scale, call.H, self._group, tiles, *self._shape(config), tma(self.k, self.v), **options(config),
+            listed, call.bound.softmax_scale, call.H, self._group, tiles, *self._shape(config), tma(self.k, self.v),
+            **options(config),
         )  # fmt: skip
 
     def dkdv(self, dk: Tensor | None, dv: Tensor | None, config: Config) -> None:
@@ -410,7 +415,8 @@ class _Launch:
         listed = visit(call, config.block_m, config.block_n, transposed=True)
         dkdv_kernel[(tiles * heads_kv * call.B,)](
             *self._inputs(), *(None if x is None else strided(x) for x in (dk, dv)), call.lengths, call.interval,
-            call.scoring, listed, call.bound.softmax_scale, heads_kv, self._group, tiles, *self._shape(config), tma(self.q, self.do),
+            call.scoring, listed, call.bound.softmax_scale, heads_kv, self._group, tiles,
+            *self._shape(config), tma(self.q, self.do),
             **options(config),
         )  # fmt: skip
 
@@ -433,7 +439,11 @@ class _Launch:
         out = self.lse.new_zeros((shape[0], shape[1], rows, shape[3]))
         if min(tiles) > 0:
             target = Elements(
-                out, out.stride(0), out.stride(1), out.stride(2) if per_row_ else None, out.stride(3) if per_key else None
+                out,
+                out.stride(0),
+                out.stride(1),
+                out.stride(2) if per_row_ else None,
+                out.stride(3) if per_key else None,
             )
             dbias_kernel[(math.prod(owners),)](
                 *self._inputs(), target, owners, sums, call.lengths, call.interval, call.scoring, self._group,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import triton
+import triton  # pyright: ignore[reportMissingImports]
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ def precision(dtype: torch.dtype) -> str:
 def tma(*tensors: torch.Tensor) -> bool:
     """Whether tiles of all these tensors can be loaded through tensor descriptors: rows aligned to 16 bytes."""
     return all(
-        x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1]) for x in tensors
+        x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
+        for x in tensors
     )
 
 

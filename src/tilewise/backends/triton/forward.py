@@ -1,8 +1,5 @@
 """The forward pass (FlashAttention-2, algorithm 1): one program per tile of query rows walks the key tiles it sees."""
 
-# Triton traces kernels: their arguments are not what pyright thinks.
-# pyright: reportArgumentType=false, reportOptionalMemberAccess=false, reportCallIssue=false
-
 import torch
 import triton
 import triton.language as tl
@@ -45,7 +42,20 @@ def forward_sweep(
 ):  # fmt: skip
     for entry in tl.range(first, last):
         acc, top, total = forward_step(
-            tile_of(entry, listed, visit), acc, top, total, q, keys, rows, scoring, D, DV, BLOCK_N, PRECISION, TMA, MASKED
+            tile_of(entry, listed, visit),
+            acc,
+            top,
+            total,
+            q,
+            keys,
+            rows,
+            scoring,
+            D,
+            DV,
+            BLOCK_N,
+            PRECISION,
+            TMA,
+            MASKED,
         )
     return acc, top, total
 
@@ -69,7 +79,9 @@ def repair_rows(
             n = tl.arange(0, BLOCK_N)
             key = (j * BLOCK_N + n)[None, :]
             k = load_rows(keys.k, keys.k_row, j * BLOCK_N, keys.length, n, tl.arange(0, q.shape[1]), D, TMA, True)
-            s, _ = scores(tl.dot(q, tl.trans(k), input_precision=PRECISION), scoring, down(rows), key, keys.length, True)
+            s, _ = scores(
+                tl.dot(q, tl.trans(k), input_precision=PRECISION), scoring, down(rows), key, keys.length, True
+            )
             p = tl.math.exp2(s * scoring.factor - lse2[:, None])
             if scoring.dropout is not None:
                 p = drop(p, scoring.dropout, down(rows), key)
@@ -141,12 +153,15 @@ def forward_kernel(
     if tl.max(tl.max(tl.where(acc * 0.0 == 0.0, 0, 1), 1), 0) > 0:
         lse2 = tl.where(row_lse == -float("inf"), float("inf"), row_lse * LOG2E)
         repair_rows(
-            o_base, o.row, rows_at(v, b, hkv, k_start), first, last, listed, visit, q_tile, keys, rows, scoring, lse2, scale, D, DV, BLOCK_N,
+            o_base, o.row, rows_at(v, b, hkv, k_start), first, last, listed, visit, q_tile, keys, rows, scoring, lse2,
+            scale, D, DV, BLOCK_N,
             min(32, BLOCK_DV), PRECISION, TMA,
         )  # fmt: skip
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, call: Lowered, config: Config | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, call: Lowered, config: Config | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Run the forward kernel.
 
     Args:

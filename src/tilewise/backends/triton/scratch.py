@@ -1,8 +1,8 @@
 """Memory that Triton asks for when a kernel builds tensor descriptors."""
 
 import torch
-import triton
-from triton.runtime import _allocation
+import triton  # pyright: ignore[reportMissingImports]
+from triton.runtime import _allocation  # pyright: ignore[reportMissingImports]
 
 
 def _allocate(size: int, alignment: int, stream: int | None) -> torch.Tensor:
