@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewise.block_mask import TileMap, element_mask, tile_map
-from tilewise.masks import Blocks, Causal, Chunk, IntervalMask, Prefix, Window
+from tilewise.masks import Blocks, Causal, Chunk, IntervalMask, Prefix, TileMask, Window
 from tilewise.predicates import drop_threshold
 from tilewise.sequences import RowBounds, Sequences, row_bounds, sequences
 from tilewise.spec import BoundSpec
 from tilewise.tiles import cdiv
 
-from .structs import Dropout, Elements, Interval, Lengths, Pattern, Scoring, Strided, Visit
+from .structs import Dropout, Elements, Interval, Lengths, Scoring, Strided, Visit
 
 LOG2E = 1.0 / math.log(2.0)
 NO_KEY = 2**31 - 1
@@ -61,9 +61,9 @@ class Lowered:
     @cached_property
     def interval(self) -> Interval:
         """Closed formulas where each kind of mask occurs in a form that kernels know, else bounds of every row."""
-        sides = _closed_formulas(self.bound.interval_masks)
-        if sides is not None:
-            return Interval(**sides)
+        closed = _closed_formulas(self.bound.interval_masks)
+        if closed is not None:
+            return closed
         return Interval(low=self.row_bounds.lo, high=self.row_bounds.hi, batch=self.row_bounds.stride)
 
     @property
@@ -107,8 +107,8 @@ def elements(x: Tensor, shape: tuple[int, ...]) -> Elements:
     return Elements(x, *x.stride())
 
 
-def _closed_formulas(masks: list[IntervalMask]) -> dict[str, int] | None:
-    """The intersection of the masks as limits of `Interval`, or None where it has no such form."""
+def _closed_formulas(masks: list[IntervalMask]) -> Interval | None:
+    """The intersection of the masks in formulas that kernels know, or None where it has no such form."""
     limits: dict[str, int] = {}
 
     def at_most(name: str, value: int | None) -> None:
@@ -125,20 +125,17 @@ def _closed_formulas(masks: list[IntervalMask]) -> dict[str, int] | None:
             at_most("prefix", mask.length)
         elif not isinstance(mask, Chunk) or limits.setdefault("chunk", mask.size) != mask.size:
             return None
-    return limits
+    left, right, prefix, chunk = map(limits.get, ("left", "right", "prefix", "chunk"))
+    return Interval(left, right, prefix, chunk)
 
 
 def _scoring(bound: BoundSpec, device: torch.device, B: int, H: int, max_q: int, max_k: int) -> Scoring:
     factor = bound.softmax_scale * LOG2E
     shape = (B, H, max_q, max_k)
     slopes = None if bound.alibi_slopes is None else bound.alibi_slopes.float().resolve_neg().expand(B, H).contiguous()
-    blocks = [mask for mask in bound.tile_masks if isinstance(mask, Blocks)]
+    blocks: list[TileMask] = [mask for mask in bound.tile_masks if isinstance(mask, Blocks)]
     dense = element_mask(bound.tile_masks)
-    pattern = None
-    if blocks:
-        tiles = tile_map(blocks, max_q, max_k)
-        entries = elements(tiles.any, (B, H, *tiles.any.shape[2:]))
-        pattern = Pattern(entries, tiles.block_m, tiles.block_n)
+    tiles = tile_map(blocks, max_q, max_k) if blocks else None
     plain = bound.spec.softcap is None and slopes is None and bound.bias is None and factor > 0
     return Scoring(
         factor=factor if plain else 1.0,
@@ -148,7 +145,9 @@ def _scoring(bound: BoundSpec, device: torch.device, B: int, H: int, max_q: int,
         slopes_batch=None if slopes is None else H,
         bias=None if bound.bias is None else elements(bound.bias, shape),
         dense=None if dense is None else elements(dense, shape),
-        pattern=pattern,
+        pattern=None if tiles is None else elements(tiles.any, (B, H, *tiles.any.shape[2:])),
+        block_m=None if tiles is None else tiles.block_m,
+        block_n=None if tiles is None else tiles.block_n,
         dropout=_dropout(bound, device),
     )
 
@@ -184,7 +183,7 @@ def _classify(lowered: Lowered, block_m: int, block_n: int) -> tuple[Tensor, Ten
     some, every = _interval_tiles(lowered, block_m, block_n)
     if bound.tile_masks:
         tiles = tile_map(bound.tile_masks, lengths.max_q, lengths.max_k)
-        kept, whole = _resample(tiles, *some.shape[2:], block_m, block_n)
+        kept, whole = _resample(tiles, some.shape[2], some.shape[3], block_m, block_n)
         some, every = some & kept, every & whole
     return some, every
 

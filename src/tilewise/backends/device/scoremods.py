@@ -59,8 +59,7 @@ def scores(product, scoring, rows, key, k_len, MASKED: tl.constexpr):
         if scoring.dense is not None:
             keep = keep & (tl.load(_element_at(scoring.dense, b, h, index, key), mask=inside, other=0) != 0)
         if scoring.pattern is not None:
-            block_m, block_n = scoring.pattern.block_m, scoring.pattern.block_n
-            at = _element_at(scoring.pattern.entries, b, h, index // block_m, key // block_n)
+            at = _element_at(scoring.pattern, b, h, index // scoring.block_m, key // scoring.block_n)
             keep = keep & (tl.load(at, mask=inside, other=0) != 0)
         s = tl.where(keep, s, -float("inf"))
     return s, slope

@@ -1,4 +1,7 @@
-"""What a kernel is told, in NamedTuples. A field that is None is absent: the code for it is not generated."""
+"""What a kernel is told, in NamedTuples. A field that is None is absent: the code for it is not generated.
+
+Triton 3.6 cannot compare a struct with None if the struct itself holds a None: optional structs hold none.
+"""
 
 from typing import NamedTuple
 
@@ -51,14 +54,6 @@ class Elements(NamedTuple):
     key: int | None
 
 
-class Pattern(NamedTuple):
-    """A block-sparse pattern: entry (row // block_m, key // block_n)."""
-
-    entries: Elements
-    block_m: int
-    block_n: int
-
-
 class Dropout(NamedTuple):
     threshold: int
     scale: float
@@ -78,7 +73,9 @@ class Scoring(NamedTuple):
     slopes_batch: int | None = None
     bias: Elements | None = None
     dense: Elements | None = None
-    pattern: Pattern | None = None
+    pattern: Elements | None = None  # block-sparse: entry (row // block_m, key // block_n)
+    block_m: int | None = None
+    block_n: int | None = None
     dropout: Dropout | None = None
 
 

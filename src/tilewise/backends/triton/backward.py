@@ -275,7 +275,9 @@ def tile_ds(
         s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
         key = (j * BLOCK_N + n)[None, :]
-        _, ds, _ = score_gradients(s, dp, scoring, down(rows), key, k_len, lse2[:, None], row_delta[:, None], True)
+        _p, ds, _slope = score_gradients(
+            s, dp, scoring, down(rows), key, k_len, lse2[:, None], row_delta[:, None], True
+        )
     return ds
 
 
