@@ -11,7 +11,7 @@ BIN        := $(VENV)/bin
 STAMP      := $(VENV)/.installed
 PIP        := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint types tests fuzz clean
+.PHONY: demo test test-gpu lint types tests triton fuzz clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/tilewise demo
 
-test: lint types tests
+test: lint types tests triton
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -34,10 +34,31 @@ types: $(STAMP)
 tests: $(STAMP)
 	$(BIN)/pytest -n 2
 
+# The Triton kernels without a GPU: bodies run by its interpreter, and kernels compiled for the GPUs they ship for.
+# They need the Triton that was tested, which may not be the one of the user's torch: an environment of their own.
+TRITON_VENV := $(VENV)-triton
+TRITON_BIN  := $(TRITON_VENV)/bin
+TRITON_PYTEST := $(TRITON_BIN)/pytest -n 2 --rootdir tests/triton --confcutdir tests/triton
+
+$(TRITON_VENV)/.installed: pyproject.toml constraints-triton.txt
+	$(PYTHON) -m venv $(TRITON_VENV)
+	$(TRITON_BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(TRITON_BIN)/pip install --quiet --disable-pip-version-check -c constraints-triton.txt \
+		triton pytest pytest-xdist hypothesis -e .
+	touch $@
+
+triton: $(TRITON_VENV)/.installed
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(TRITON_PYTEST) tests/triton/test_interpret.py
+	$(TRITON_PYTEST) tests/triton/test_compile.py
+
+# On a machine with a GPU, with the torch that is installed there.
+test-gpu:
+	PYTHONPATH=src $(PYTHON) tests/gpu_report.py --json gpu-tests.json tests/test_conformance.py -k triton -n 8
+
 # A long local fuzz run: FUZZ=1000 specs.
 FUZZ ?= 1000
 fuzz: $(STAMP)
 	TILEWISE_FUZZ=$(FUZZ) $(BIN)/pytest tests/test_fuzz.py
 
 clean:
-	rm -rf $(VENV) runs demo
+	rm -rf $(VENV) $(TRITON_VENV) runs demo

@@ -3,8 +3,11 @@
 import contextlib
 import importlib
 import re
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -70,15 +73,15 @@ def compiling_for(target: str) -> Iterator[list]:
     driver.set_active(_Driver(TARGETS[target]))
     for name, kernels in KERNELS.items():
         module = importlib.import_module(f"tilewise.backends.triton.{name}")
-        for kernel in kernels:
-            original = getattr(module, kernel)
-            kept.append((module, kernel, original))
-            setattr(module, kernel, _Recorder(_fresh(original), found))
+        replaced: dict[str, Any] = {kernel: _Recorder(_fresh(getattr(module, kernel)), found) for kernel in kernels}
+        for attribute, value in (replaced | {"shared_memory": lambda _: SHARED_BYTES[target]}).items():
+            kept.append((module, attribute, getattr(module, attribute)))
+            setattr(module, attribute, value)
     try:
         yield found
     finally:
-        for module, kernel, original in kept:
-            setattr(module, kernel, original)
+        for module, attribute, original in kept:
+            setattr(module, attribute, original)
         if before is not None:
             driver.set_active(before)
 
@@ -105,8 +108,23 @@ def compile_call(inputs: Inputs, target: str) -> list:
     return found
 
 
+def _assembled(kernel) -> tuple[str, str]:
+    """What ptxas says about a kernel, and its disassembly."""
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
+        source.write_text(kernel.asm["ptx"])
+        command = [tools / "ptxas", "-v", "--gpu-name=sm_90a", source, "-o", target]
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+        sass = subprocess.run([tools / "nvdisasm", "-c", target], check=True, capture_output=True, text=True).stdout
+    return told, sass
+
+
+def sass_of(kernel) -> str:
+    """The machine code of a kernel compiled for sm_90."""
+    return _assembled(kernel)[1]
+
+
 def spilled_bytes(kernel) -> int:
-    """Bytes of spill stores that ptxas reports for a compiled kernel."""
-    text = kernel.asm["ptx"]
-    assert text
-    return sum(map(int, re.findall(r"(\d+) bytes spill stores", text)))
+    """Bytes of spill stores of a kernel compiled for sm_90."""
+    return sum(map(int, re.findall(r"(\d+) bytes spill stores", _assembled(kernel)[0])))

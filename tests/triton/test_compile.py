@@ -2,15 +2,16 @@
 
 import pytest
 import torch
-from compiling import SHARED_BYTES, compile_call
+from compiling import SHARED_BYTES, TARGETS, compile_call, sass_of, spilled_bytes
 
 from tilewise.testing import Case, make_inputs
 
 CAUSAL = ("causal",)
-CASES = [
+PLAIN = [
     Case("causal_d64", Sq=512, H=4, Hkv=2, D=64, mask=(CAUSAL,)),
     Case("full_d128", Sq=512, H=2, D=128),
-    Case("causal_d256", Sq=256, H=2, D=256, mask=(CAUSAL,)),
+]
+MIXES = [
     Case("blocks", B=1, Sq=200, Sk=230, mask=(("blocks", 32, 64),)),
     Case("mix_everything", Sq=65, Sk=80, H=4, Hkv=2, D=20, Dv=36, softcap=4.0, alibi="BH", bias="BHQK", sinks=True,
          dropout=0.2, mask=(("document", "BS"), ("window", 50, 40))),
@@ -19,11 +20,28 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-@pytest.mark.parametrize("target", ["sm_90"])
-def test_compiles(target, case, dtype):
-    kernels = compile_call(make_inputs(case, dtype), target)
+def _fits(kernels, target):
     assert kernels
     for kernel in kernels:
         assert kernel.metadata.shared <= SHARED_BYTES[target], kernel.name
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_plain_calls_compile(target):
+    _fits(compile_call(make_inputs(PLAIN[0], torch.bfloat16), target), target)
+
+
+@pytest.mark.parametrize("case", MIXES, ids=[case.name for case in MIXES])
+def test_mixed_calls_compile(case):
+    _fits(compile_call(make_inputs(case, torch.bfloat16), "sm_90"), "sm_90")
+
+
+def test_float32_compiles():
+    _fits(compile_call(make_inputs(PLAIN[0], torch.float32), "sm_90"), "sm_90")
+
+
+def test_hopper_kernels_use_wgmma_and_do_not_spill():
+    forward, _, dq, _ = compile_call(make_inputs(PLAIN[1], torch.bfloat16), "sm_90")
+    for kernel in (forward, dq):
+        assert "HGMMA" in sass_of(kernel)
+        assert spilled_bytes(kernel) == 0, kernel.name

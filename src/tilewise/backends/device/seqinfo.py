@@ -125,3 +125,9 @@ def store_rows(base, stride, x, row, column, valid, WIDTH: tl.constexpr):
     """Write the valid rows of a tile, columns below WIDTH, in the dtype of the target."""
     address = base + tl.cast(row, tl.int64)[:, None] * stride + column[None, :]
     tl.store(address, x.to(base.dtype.element_ty), mask=valid[:, None] & (column < WIDTH)[None, :])
+
+
+@triton.jit
+def not_finite(x):
+    """1 where a tile holds an Inf or NaN, else 0."""
+    return tl.max(tl.where(x * 0.0 == 0.0, 0, 1))  # over all at once: Triton 3.6 fails on two reductions on Blackwell

@@ -17,13 +17,23 @@ from tilewise.backends.base import Grads, Needs
 from tilewise.backends.device.lower import Lowered, per_row, strided, visit
 from tilewise.backends.device.rows import across, down, has_high, has_low, key_tiles, query_rows, row_tiles, tile_of
 from tilewise.backends.device.scoremods import drop, scores
-from tilewise.backends.device.seqinfo import extremes, load_rows, matrix, rows_at, sequence, store_rows
+from tilewise.backends.device.seqinfo import extremes, load_rows, matrix, not_finite, rows_at, sequence, store_rows
 from tilewise.backends.device.softmax import LOG2E
 from tilewise.backends.device.structs import Elements, Keys
 from tilewise.masks import as_4d
 from tilewise.tiles import cdiv
 
-from .configs import Config, options, padded, pick_dkdv, pick_dq, precision, tma
+from .configs import (
+    Config,
+    fitted,
+    options,
+    padded,
+    pick_dkdv,
+    pick_dq,
+    precision,
+    shared_memory,
+    tma,
+)
 from .scratch import provide_scratch
 
 DELTA_ROWS = 64  # of one program of `delta_kernel`
@@ -137,7 +147,7 @@ def dq_kernel(
             full_last, last, listed, visit, acc, dslope, q_tile, do_tile, keys, down(rows), scoring, lse2[:, None],
             row_delta[:, None], D, DV, BLOCK_N, PRECISION, TMA, True, False,
         )  # fmt: skip
-    if tl.max(tl.max(tl.where(acc * 0.0 == 0.0, 0, 1), 1), 0) > 0:
+    if not_finite(acc) > 0:
         acc, dslope = dq_sweep(
             first, last, listed, visit, tl.zeros_like(acc), tl.zeros_like(dslope), q_tile, do_tile, keys, down(rows),
             scoring, lse2[:, None], row_delta[:, None], D, DV, BLOCK_N, PRECISION, TMA, True, True,
@@ -228,9 +238,9 @@ def dkdv_kernel(
             )  # fmt: skip
     broken = 0
     if dk is not None:
-        broken += tl.max(tl.max(tl.where(dk_sum * 0.0 == 0.0, 0, 1), 1), 0)
+        broken += not_finite(dk_sum)
     if dv is not None:
-        broken += tl.max(tl.max(tl.where(dv_sum * 0.0 == 0.0, 0, 1), 1), 0)
+        broken += not_finite(dv_sum)
     if broken > 0:
         dk_sum, dv_sum = dk_sum * 0.0, dv_sum * 0.0
         if dk is not None:
@@ -321,7 +331,10 @@ def backward(
 ) -> Grads:  # fmt: skip
     """Run the backward kernels: shapes as in `forward`, `do` like o and `dlse` like lse, absent where they are zero."""
     dim = max(q.shape[-1], v.shape[-1])
-    by_rows, by_keys = dq_config or pick_dq(dim, q.dtype), dkdv_configs or pick_dkdv(dim, q.dtype)
+    width = (padded(q.shape[-1]) + padded(v.shape[-1])) * q.element_size()
+    limit = shared_memory(q.device)
+    by_rows = dq_config or fitted(pick_dq(dim, q.dtype), width, width, True, limit)
+    by_keys = dkdv_configs or tuple(fitted(x, width, width, False, limit) for x in pick_dkdv(dim, q.dtype))
     do = torch.zeros_like(o) if do is None else do
     # Rows between packed sequences belong to no program.
     new = torch.zeros_like if call.varlen else torch.empty_like

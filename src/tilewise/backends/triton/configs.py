@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
@@ -51,6 +52,39 @@ def tma(*tensors: torch.Tensor) -> bool:
         x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
         for x in tensors
     )
+
+
+@lru_cache(maxsize=16)
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may have."""
+    if device.type != "cuda":
+        return 1 << 30  # Triton's interpreter
+    properties = torch.cuda.get_device_properties(device)
+    return getattr(properties, "shared_memory_per_block_optin", 64 << 10)  # not told for AMD: 64 KiB
+
+
+def fitted(config: Config, owned: int, streamed: int, by_rows: bool, limit: int) -> Config:
+    """The config with fewer stages, then smaller tiles, until it fits in `limit` bytes of shared memory.
+
+    Args:
+        config: of a kernel that owns `block_m` rows and streams tiles of `block_n` keys (`by_rows`), or the reverse.
+        owned, streamed: bytes of one owned and of one streamed row over all matrices.
+        by_rows: see config.
+        limit: see `shared_memory`.
+    """
+    while True:
+        mine, theirs = (config.block_m, config.block_n) if by_rows else (config.block_n, config.block_m)
+        bytes_needed = mine * owned + config.num_stages * theirs * streamed + mine * theirs * 2
+        if bytes_needed <= limit:
+            return config
+        if config.num_stages > 1:
+            config = replace(config, num_stages=config.num_stages - 1)
+        elif theirs > 16:
+            config = replace(config, **{"block_n" if by_rows else "block_m": theirs // 2})
+        elif mine > 16:
+            config = replace(config, **{"block_m" if by_rows else "block_n": mine // 2})
+        else:
+            return config  # as small as tiles get: the compiler says what is missing
 
 
 # Measured on one NVIDIA H200, 2026-11-30, bf16, 16,384 tokens, hidden size 2048, causal / full at 16K tokens; TFLOP/s.

@@ -8,12 +8,12 @@ from torch import Tensor
 from tilewise.backends.device.lower import Lowered, per_row, strided, visit
 from tilewise.backends.device.rows import down, has_low, key_tiles, query_rows, tile_of
 from tilewise.backends.device.scoremods import drop, scores
-from tilewise.backends.device.seqinfo import load_rows, matrix, rows_at, sequence, store_rows
+from tilewise.backends.device.seqinfo import load_rows, matrix, not_finite, rows_at, sequence, store_rows
 from tilewise.backends.device.softmax import LN2, LOG2E, finish_softmax, update_softmax
 from tilewise.backends.device.structs import Keys
 from tilewise.tiles import cdiv
 
-from .configs import Config, options, padded, pick_forward, precision, tma
+from .configs import Config, fitted, options, padded, pick_forward, precision, shared_memory, tma
 from .scratch import provide_scratch
 
 
@@ -150,7 +150,7 @@ def forward_kernel(
     o_base = rows_at(o, b, h, q_start)
     acc = acc * (norm * scale)[:, None]
     store_rows(o_base, o.row, acc, rows.index, tl.arange(0, BLOCK_DV), rows.valid, DV)
-    if tl.max(tl.max(tl.where(acc * 0.0 == 0.0, 0, 1), 1), 0) > 0:
+    if not_finite(acc) > 0:
         lse2 = tl.where(row_lse == -float("inf"), float("inf"), row_lse * LOG2E)
         repair_rows(
             o_base, o.row, rows_at(v, b, hkv, k_start), first, last, listed, visit, q_tile, keys, rows, scoring, lse2,
@@ -173,7 +173,8 @@ def forward(
         o, lse (natural logarithm), max_logit (H,): the largest visible score of each head.
     """
     D, DV = q.shape[-1], v.shape[-1]
-    config = config or pick_forward(max(D, DV), q.dtype)
+    width = (padded(D) + padded(DV)) * q.element_size()
+    config = config or fitted(pick_forward(max(D, DV), q.dtype), width, width, True, shared_memory(q.device))
     o = q.new_empty((*q.shape[:-1], DV))
     lse = q.new_empty(call.lse_shape, dtype=torch.float32)
     max_logit = q.new_full((call.H,), -float("inf"), dtype=torch.float32)

@@ -1,0 +1,38 @@
+"""The bodies of the Triton kernels, run by Triton's interpreter on the CPU: every feature, forward and every gradient.
+
+TRITON_INTERPRET is read when a kernel is defined: this file needs a process of its own, started with TRITON_INTERPRET=1.
+"""
+
+import pytest
+import torch
+import triton
+from cases import CASES
+
+from tilewise.testing import Case, assert_matches_reference, make_inputs
+
+assert triton.knobs.runtime.interpret, "run with TRITON_INTERPRET=1"
+
+#: Small problems that together use every feature: the interpreter takes seconds for each.
+NAMES = (
+    "causal_rows_without_keys", "window", "prefix_per_sequence", "chunk_negative_positions", "document_per_sequence",
+    "blocks_per_head", "dense_key_padding", "dense_row_mask", "softcap", "scale_negative", "scale_zero",
+    "alibi_per_sequence", "bias_full", "bias_shared", "bias_per_key", "bias_per_row", "bias_scalar", "sinks", "dropout",
+    "mix_everything", "varlen_empty_sequences", "varlen_seqused", "varlen_mix", "gqa3_short", "dv_larger",
+    "no_queries", "no_keys_sink", "batch_of_none", "varlen_no_sequences", "reversed", "needs_k_bias", "needs_slopes",
+)  # fmt: skip
+CHOSEN = [case for case in CASES if case.name in NAMES]
+
+
+def test_every_name_is_a_case():
+    assert sorted(case.name for case in CHOSEN) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("case", CHOSEN, ids=[case.name for case in CHOSEN])
+def test_matches_reference(case):
+    assert_matches_reference(make_inputs(case, torch.float32), backend="triton")
+
+
+def test_16_bit():
+    """float16 only: Triton 3.6's interpreter multiplies bfloat16 matrices wrongly."""
+    case = Case("16_bit", B=1, Sq=70, Sk=90, H=2, Hkv=1, D=24, mask=(("causal",),), dropout=0.2, softcap=5.0)
+    assert_matches_reference(make_inputs(case, torch.float16), backend="triton")
