@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 
 from tilewise.backends.base import Needs
 from tilewise.backends.device.lower import lower
+from tilewise.backends.triton import configs
 from tilewise.testing import Inputs, bind
 
 TARGETS = {
@@ -25,7 +26,11 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
-KERNELS = {"forward": ("forward_kernel",), "backward": ("delta_kernel", "dq_kernel", "dkdv_kernel", "dbias_kernel")}
+KERNELS = {
+    "forward": ("forward_kernel",),
+    "backward": ("delta_kernel", "dq_kernel", "dkdv_kernel"),
+    "bias_gradient": ("dbias_kernel",),
+}
 
 
 @dataclass
@@ -74,9 +79,13 @@ def compiling_for(target: str) -> Iterator[list]:
     for name, kernels in KERNELS.items():
         module = importlib.import_module(f"tilewise.backends.triton.{name}")
         replaced: dict[str, Any] = {kernel: _Recorder(_fresh(getattr(module, kernel)), found) for kernel in kernels}
-        for attribute, value in (replaced | {"shared_memory": lambda _: SHARED_BYTES[target]}).items():
+        for attribute, value in replaced.items():
             kept.append((module, attribute, getattr(module, attribute)))
             setattr(module, attribute, value)
+    kept.append((configs, "shared_memory", configs.shared_memory))
+    configs.shared_memory = lambda _: SHARED_BYTES[target]
+    configs.forward_config.cache_clear()
+    configs.backward_configs.cache_clear()
     try:
         yield found
     finally:
@@ -94,7 +103,9 @@ def _fresh(kernel):
 
 def compile_call(inputs: Inputs, target: str) -> list:
     """The compiled kernels of one call's forward and backward pass, every gradient asked for."""
-    forward, backward = (importlib.import_module(f"tilewise.backends.triton.{name}") for name in KERNELS)
+    forward, backward = (
+        importlib.import_module(f"tilewise.backends.triton.{name}") for name in ("forward", "backward")
+    )
     bound = bind(inputs)
     longest = (0, 0)
     if inputs.varlen:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ LOG2E = 1.0 / math.log(2.0)
 NO_KEY = 2**31 - 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Lowered:
     """One call without q, k and v."""
 
@@ -43,6 +43,15 @@ class Lowered:
     @property
     def lse_shape(self) -> tuple[int, ...]:
         return (self.H, self.q_shape[0]) if self.varlen else (self.B, self.H, self.q_shape[1])
+
+    @cached_property
+    def kind(self) -> tuple:
+        """Equal for calls that differ in numbers and addresses only: the same compiled kernels serve them."""
+        bound = self.bound
+        named = [getattr(bound, name) for name in bound.spec.tensors]
+        tensors = named + [t for mask in bound.masks for t in mask.tensors]
+        shapes = tuple((t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in tensors)
+        return bound.spec.key, self.scoring.scale is None, self.lengths.max_q, self.lengths.max_k, shapes
 
     @cached_property
     def sinks(self) -> Tensor | None:
@@ -74,19 +83,29 @@ class Lowered:
 
 def lower(q: Tensor, k: Tensor, bound: BoundSpec, max_q: int, max_k: int) -> Lowered:
     """The structs of one call; `q` and `k` give shapes and device."""
+    # A bound spec without tensors is the same object in every call of a training loop (`spec.bind`): so are its structs.
+    make = _lower if bound.has_tensors else _lower_bare
+    return make(bound, q.shape, k.shape, q.device, max_q, max_k)
+
+
+def _lower(
+    bound: BoundSpec, q_shape: torch.Size, k_shape: torch.Size, device: torch.device, max_q: int, max_k: int
+) -> Lowered:
     spec = bound.spec
-    varlen = spec.varlen
-    if varlen:
+    if spec.varlen:
         assert bound.cu_seqlens_q is not None
-        B, H, total_q, total_k = len(bound.cu_seqlens_q) - 1, q.shape[1], q.shape[0], k.shape[0]
+        B, H, total_q, total_k = len(bound.cu_seqlens_q) - 1, q_shape[1], q_shape[0], k_shape[0]
     else:
-        (B, max_q, H, _), max_k = q.shape, k.shape[1]
+        (B, max_q, H, _), max_k = q_shape, k_shape[1]
         total_q, total_k = max_q, max_k
     lengths = Lengths(
         max_q, max_k, total_q, total_k, int(spec.align == "bottom_right"), bound.cu_seqlens_q, bound.cu_seqlens_k,
         bound.seqused_q, bound.seqused_k,
     )  # fmt: skip
-    return Lowered(bound, q.shape, k.shape, q.device, lengths, _scoring(bound, q.device, B, H, max_q, max_k), B, H)
+    return Lowered(bound, q_shape, k_shape, device, lengths, _scoring(bound, device, B, H, max_q, max_k), B, H)
+
+
+_lower_bare = lru_cache(maxsize=256)(_lower)
 
 
 def strided(x: Tensor) -> Strided:

@@ -4,9 +4,8 @@ One kernel per thing that is summed: dk and dv by key tiles, dq (and the slopes'
 of the bias. So every sum has one owner, and every run the same order.
 """
 
-import math
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import triton
@@ -14,29 +13,19 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.backends.base import Grads, Needs
+from tilewise.backends.device.gradients import load_statistics, score_gradients
 from tilewise.backends.device.lower import Lowered, per_row, strided, visit
 from tilewise.backends.device.rows import across, down, has_high, has_low, key_tiles, query_rows, row_tiles, tile_of
-from tilewise.backends.device.scoremods import drop, scores
-from tilewise.backends.device.seqinfo import extremes, load_rows, matrix, not_finite, rows_at, sequence, store_rows
-from tilewise.backends.device.softmax import LOG2E
-from tilewise.backends.device.structs import Elements, Keys
-from tilewise.masks import as_4d
+from tilewise.backends.device.seqinfo import load_rows, matrix, not_finite, rows_at, sequence, store_rows
+from tilewise.backends.device.structs import Keys
 from tilewise.tiles import cdiv
 
-from .configs import (
-    Config,
-    fitted,
-    options,
-    padded,
-    pick_dkdv,
-    pick_dq,
-    precision,
-    shared_memory,
-    tma,
-)
-from .scratch import provide_scratch
+from .bias_gradient import dbias
+from .configs import Config, backward_configs, options, padded, precision, tma
+from .launch import Launcher, layout_key
 
 DELTA_ROWS = 64  # of one program of `delta_kernel`
+_delta, _dq, _dkdv = Launcher(), Launcher(), Launcher()
 
 
 @triton.jit(do_not_specialize=["lengths"])
@@ -57,29 +46,6 @@ def delta_kernel(
     if dlse is not None:
         total -= tl.load(rows_at(dlse, b, h, q_start) + tl.cast(row, tl.int64) * dlse.row, mask=row < q_len, other=0.0)
     tl.store(rows_at(delta, b, h, q_start) + row, total, mask=row < q_len)
-
-
-@triton.jit
-def load_statistics(lse, delta, b, h, q_start, rows):
-    """(lse in units of log2, delta) of the rows; +inf where a row sees no key, which makes its p 0."""
-    row_lse = tl.load(rows_at(lse, b, h, q_start) + rows.index, mask=rows.valid, other=-float("inf"))
-    row_delta = tl.load(rows_at(delta, b, h, q_start) + rows.index, mask=rows.valid, other=0.0)
-    return tl.where(row_lse == -float("inf"), float("inf"), row_lse * LOG2E), row_delta
-
-
-@triton.jit
-def score_gradients(product, dp, scoring, rows, key, k_len, lse2, delta, MASKED: tl.constexpr):
-    """(p as it weighs the values, ds, d score / d product over scale), all shaped like `product`."""
-    s, slope = scores(product, scoring, rows, key, k_len, MASKED)
-    p = tl.math.exp2(s * scoring.factor - lse2)
-    weight = p
-    if scoring.dropout is not None:
-        weight = drop(p, scoring.dropout, rows, key) * scoring.dropout.scale
-        dp = tl.where(weight == 0.0, 0.0, dp * scoring.dropout.scale)
-    ds = p * (dp - delta)
-    if MASKED:
-        ds = tl.where(s == -float("inf"), 0.0, ds)  # dp of a masked key may be NaN
-    return weight, ds, slope
 
 
 @triton.jit
@@ -263,78 +229,12 @@ def dkdv_kernel(
         store_rows(rows_at(dv, b, hkv, k_start), dv.row, dv_sum, key, tl.arange(0, BLOCK_DV), valid, DV)
 
 
-@triton.jit
-def tile_ds(
-    i, j, b, h, q, k, v, do, lse, delta, lengths, interval, scoring, group, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """ds of one tile, 0 where nothing is seen."""
-    q_start, q_len, k_start, k_len, shift = sequence(lengths, b)
-    rows = query_rows(i, b, h, q_start, q_len, k_len, shift, interval, scoring, BLOCK_M)
-    ds = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    lowest, _, _, highest = extremes(rows.lo, rows.hi, rows.valid)
-    if (lowest < (j + 1) * BLOCK_N) & (highest > j * BLOCK_N):
-        t, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-        lse2, row_delta = load_statistics(lse, delta, b, h, q_start, rows)
-        hkv = h // group
-        column, value_column = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-        q_tile = load_rows(rows_at(q, b, h, q_start), q.row, i * BLOCK_M, q_len, t, column, D, False, True)
-        do_tile = load_rows(rows_at(do, b, h, q_start), do.row, i * BLOCK_M, q_len, t, value_column, DV, False, True)
-        k_tile = load_rows(rows_at(k, b, hkv, k_start), k.row, j * BLOCK_N, k_len, n, column, D, False, True)
-        v_tile = load_rows(rows_at(v, b, hkv, k_start), v.row, j * BLOCK_N, k_len, n, value_column, DV, False, True)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
-        key = (j * BLOCK_N + n)[None, :]
-        _p, ds, _slope = score_gradients(
-            s, dp, scoring, down(rows), key, k_len, lse2[:, None], row_delta[:, None], True
-        )
-    return ds
-
-
-@triton.jit(do_not_specialize=["lengths", "interval"])
-def dbias_kernel(
-    q, k, v, do, lse, delta, dbias, owners, sums, lengths, interval, scoring, group, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """dbias = ds summed over what the bias is broadcast along: one program per piece of the result.
-
-    `owners` are the grid's sizes and `sums` the numbers of (batches, heads, row tiles, key tiles) that a program adds up.
-    """
-    place = tl.program_id(0)
-    j0, i0 = place % owners.keys, place // owners.keys % owners.rows
-    h0, b0 = place // owners.keys // owners.rows % owners.heads, place // owners.keys // owners.rows // owners.heads
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for at in range(sums.batches * sums.heads * sums.rows * sums.keys):
-        j, i = j0 + at % sums.keys, i0 + at // sums.keys % sums.rows
-        rest = at // sums.keys // sums.rows
-        h, b = h0 + rest % sums.heads, b0 + rest // sums.heads
-        total += tile_ds(
-            i, j, b, h, q, k, v, do, lse, delta, lengths, interval, scoring, group, D, DV, BLOCK_M, BLOCK_N, BLOCK_D,
-            BLOCK_DV, PRECISION,
-        )  # fmt: skip
-    row, key = i0 * BLOCK_M + tl.arange(0, BLOCK_M), j0 * BLOCK_N + tl.arange(0, BLOCK_N)
-    base = dbias.data + tl.cast(b0, tl.int64) * dbias.batch + tl.cast(h0, tl.int64) * dbias.head
-    if dbias.row is None and dbias.key is None:
-        tl.store(base + i0, tl.sum(tl.sum(total, 1), 0))
-    elif dbias.row is None:
-        tl.store(base + key * dbias.key, tl.sum(total, 0), mask=key < lengths.max_k)
-    elif dbias.key is None:
-        tl.store(base + row * dbias.row, tl.sum(total, 1), mask=row < lengths.max_q)
-    else:
-        inside = (row < lengths.max_q)[:, None] & (key < lengths.max_k)[None, :]
-        tl.store(base + tl.cast(row, tl.int64)[:, None] * dbias.row + key[None, :] * dbias.key, total, mask=inside)
-
-
 def backward(
     do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: Lowered,
-    needs: Needs, dq_config: Config | None = None, dkdv_configs: tuple[Config, Config] | None = None,
+    needs: Needs, configs: tuple[Config, Config, Config] | None = None,
 ) -> Grads:  # fmt: skip
     """Run the backward kernels: shapes as in `forward`, `do` like o and `dlse` like lse, absent where they are zero."""
-    dim = max(q.shape[-1], v.shape[-1])
-    width = (padded(q.shape[-1]) + padded(v.shape[-1])) * q.element_size()
-    limit = shared_memory(q.device)
-    by_rows = dq_config or fitted(pick_dq(dim, q.dtype), width, width, True, limit)
-    by_keys = dkdv_configs or tuple(fitted(x, width, width, False, limit) for x in pick_dkdv(dim, q.dtype))
+    by_rows, of_dk, of_dv = configs or backward_configs(q.shape[-1], v.shape[-1], q.dtype, q.device)
     do = torch.zeros_like(o) if do is None else do
     # Rows between packed sequences belong to no program.
     new = torch.zeros_like if call.varlen else torch.empty_like
@@ -345,14 +245,12 @@ def backward(
     )
     row_tiles = cdiv(call.lengths.max_q, by_rows.block_m)
     dslopes = lse.new_zeros((call.B, call.H, row_tiles)) if needs.dslopes else None
-    provide_scratch()
     launch = _Launch(q, k, v, do, lse, delta, call)
     if call.B * call.lengths.max_q:
         launch.delta(o, dlse)
         if needs.dq or needs.dslopes:
             launch.dq(dq, dslopes, by_rows)
     if call.B * call.lengths.max_k:
-        of_dk, of_dv = by_keys
         if of_dk == of_dv and (needs.dk or needs.dv):
             launch.dkdv(dk, dv, of_dk)
         else:
@@ -360,10 +258,11 @@ def backward(
                 launch.dkdv(dk, None, of_dk)
             if needs.dv:
                 launch.dkdv(None, dv, of_dv)
-    return Grads(
-        dq, dk, dv, launch.dbias(by_rows) if needs.dbias else None,
-        None if dslopes is None else dslopes.sum(2), _sink_gradient(call.sinks, lse, delta) if needs.dsinks else None,
-    )  # fmt: skip
+    bias_gradient = None
+    if needs.dbias:
+        bias_gradient = dbias(launch.inputs(), call, launch.group, by_rows, launch.shape(by_rows), launch.key(by_rows))
+    sinks = _sink_gradient(call.sinks, lse, delta) if needs.dsinks else None
+    return Grads(dq, dk, dv, bias_gradient, None if dslopes is None else dslopes.sum(2), sinks)
 
 
 def _sink_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
@@ -372,15 +271,6 @@ def _sink_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
     p = torch.where(lse == -torch.inf, 0.0, torch.exp(sinks[:, None] - lse))
     share = -(p * delta).sum(-1)
     return share if share.dim() == 1 else share.sum(0)
-
-
-class Owners(NamedTuple):
-    """Sizes along batch, head, row tile and key tile."""
-
-    batches: int
-    heads: int
-    rows: int
-    keys: int
 
 
 @dataclass(frozen=True)
@@ -395,73 +285,49 @@ class _Launch:
     delta_rows: Tensor
     call: Lowered
 
-    def _inputs(self) -> tuple:
+    def inputs(self) -> tuple:
         return (*map(strided, (self.q, self.k, self.v, self.do)), per_row(self.lse), per_row(self.delta_rows))
 
-    def _shape(self, config: Config) -> tuple:
+    def shape(self, config: Config) -> tuple:
         D, DV = self.q.shape[-1], self.v.shape[-1]
         return D, DV, config.block_m, config.block_n, padded(D), padded(DV), precision(self.q.dtype)
 
     @property
-    def _group(self) -> int:
+    def group(self) -> int:
         return self.call.H // self.k.shape[-2]
+
+    def key(self, config: Config | None, *rest: Hashable) -> tuple:
+        return self.call.kind, layout_key(self.q, self.k, self.v, self.do), config, rest
 
     def delta(self, o: Tensor, dlse: Tensor | None) -> None:
         call, DV = self.call, self.v.shape[-1]
         tiles = cdiv(call.lengths.max_q, DELTA_ROWS)
-        delta_kernel[(tiles * call.H * call.B,)](
+        args = (
             strided(o), strided(self.do), None if dlse is None else per_row(dlse), per_row(self.delta_rows), call.lengths,
-            call.H, tiles, DV, DELTA_ROWS, padded(DV), num_warps=4,
+            call.H, tiles, DV, DELTA_ROWS, padded(DV),
         )  # fmt: skip
+        key = self.key(None, layout_key(o, dlse))
+        _delta.start(delta_kernel, key, tiles * call.H * call.B, args, {"num_warps": 4})
 
     def dq(self, dq: Tensor | None, dslopes: Tensor | None, config: Config) -> None:
         call = self.call
         tiles = cdiv(call.lengths.max_q, config.block_m)
-        listed = visit(call, config.block_m, config.block_n)
-        dq_kernel[(tiles * call.H * call.B,)](
-            *self._inputs(), None if dq is None else strided(dq), dslopes, call.lengths, call.interval, call.scoring,
-            listed, call.bound.softmax_scale, call.H, self._group, tiles, *self._shape(config), tma(self.k, self.v),
-            **options(config),
+        constants = (*self.shape(config), tma(self.k, self.v))
+        args = (
+            *self.inputs(), None if dq is None else strided(dq), dslopes, call.lengths, call.interval, call.scoring,
+            visit(call, config.block_m, config.block_n), call.bound.softmax_scale, call.H, self.group, tiles, *constants,
         )  # fmt: skip
+        key = self.key(config, constants, dq is None, dslopes is None)
+        _dq.start(dq_kernel, key, tiles * call.H * call.B, args, options(config))
 
     def dkdv(self, dk: Tensor | None, dv: Tensor | None, config: Config) -> None:
         call, heads_kv = self.call, self.k.shape[-2]
         tiles = cdiv(call.lengths.max_k, config.block_n)
-        listed = visit(call, config.block_m, config.block_n, transposed=True)
-        dkdv_kernel[(tiles * heads_kv * call.B,)](
-            *self._inputs(), *(None if x is None else strided(x) for x in (dk, dv)), call.lengths, call.interval,
-            call.scoring, listed, call.bound.softmax_scale, heads_kv, self._group, tiles,
-            *self._shape(config), tma(self.q, self.do),
-            **options(config),
+        constants = (*self.shape(config), tma(self.q, self.do))
+        args = (
+            *self.inputs(), *(None if x is None else strided(x) for x in (dk, dv)), call.lengths, call.interval,
+            call.scoring, visit(call, config.block_m, config.block_n, transposed=True), call.bound.softmax_scale,
+            heads_kv, self.group, tiles, *constants,
         )  # fmt: skip
-
-    def dbias(self, config: Config) -> Tensor:
-        """The gradient of the bias in its own shape, padded to four dims."""
-        call, bias = self.call, self.call.bound.bias
-        assert bias is not None
-        shape = as_4d(bias).shape
-        tiles = Owners(
-            call.B, call.H, cdiv(call.lengths.max_q, config.block_m), cdiv(call.lengths.max_k, config.block_n)
-        )
-        per_batch, per_head, per_row_, per_key = (size > 1 for size in shape)
-        # A sum over rows and keys is cut by row tiles, for enough programs.
-        owners = Owners(
-            tiles.batches if per_batch else 1, tiles.heads if per_head else 1,
-            tiles.rows if per_row_ or not per_key else 1, tiles.keys if per_key else 1,
-        )  # fmt: skip
-        sums = Owners(*(t if own == 1 else 1 for t, own in zip(tiles, owners, strict=True)))
-        rows = shape[2] if per_row_ or per_key else owners.rows
-        out = self.lse.new_zeros((shape[0], shape[1], rows, shape[3]))
-        if min(tiles) > 0:
-            target = Elements(
-                out,
-                out.stride(0),
-                out.stride(1),
-                out.stride(2) if per_row_ else None,
-                out.stride(3) if per_key else None,
-            )
-            dbias_kernel[(math.prod(owners),)](
-                *self._inputs(), target, owners, sums, call.lengths, call.interval, call.scoring, self._group,
-                *self._shape(config), **options(config),
-            )  # fmt: skip
-        return out if rows == shape[2] else out.sum(2, keepdim=True)
+        key = self.key(config, constants, dk is None, dv is None)
+        _dkdv.start(dkdv_kernel, key, tiles * heads_kv * call.B, args, options(config))

@@ -48,10 +48,12 @@ def precision(dtype: torch.dtype) -> str:
 
 def tma(*tensors: torch.Tensor) -> bool:
     """Whether tiles of all these tensors can be loaded through tensor descriptors: rows aligned to 16 bytes."""
-    return all(
-        x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
-        for x in tensors
-    )
+    return all(x.data_ptr() % 16 == 0 and _aligned(x.stride(), x.element_size()) for x in tensors)
+
+
+@lru_cache(maxsize=4096)
+def _aligned(strides: tuple[int, ...], element_size: int) -> bool:
+    return all(stride * element_size % 16 == 0 for stride in strides[:-1])
 
 
 @lru_cache(maxsize=16)
@@ -136,3 +138,18 @@ def pick_dq(dim: int, dtype: torch.dtype) -> Config:
     if dim <= 256:
         return Config(128, 32, 8, 3)  # 617 / 620
     return Config(16, 32, 8, 1)
+
+
+@lru_cache(maxsize=1024)
+def forward_config(D: int, Dv: int, dtype: torch.dtype, device: torch.device) -> Config:
+    """The measured tiles of the forward kernel, as far as they fit the device."""
+    width = (padded(D) + padded(Dv)) * dtype.itemsize
+    return fitted(pick_forward(max(D, Dv), dtype), width, width, True, shared_memory(device))
+
+
+@lru_cache(maxsize=1024)
+def backward_configs(D: int, Dv: int, dtype: torch.dtype, device: torch.device) -> tuple[Config, Config, Config]:
+    """The same for dq, dk and dv."""
+    width, limit, dim = (padded(D) + padded(Dv)) * dtype.itemsize, shared_memory(device), max(D, Dv)
+    of_dk, of_dv = (fitted(config, width, width, False, limit) for config in pick_dkdv(dim, dtype))
+    return fitted(pick_dq(dim, dtype), width, width, True, limit), of_dk, of_dv

@@ -13,8 +13,10 @@ from tilewise.backends.device.softmax import LN2, LOG2E, finish_softmax, update_
 from tilewise.backends.device.structs import Keys
 from tilewise.tiles import cdiv
 
-from .configs import Config, fitted, options, padded, pick_forward, precision, shared_memory, tma
-from .scratch import provide_scratch
+from .configs import Config, forward_config, options, padded, precision, tma
+from .launch import Launcher, layout_key
+
+_launcher = Launcher()
 
 
 @triton.jit
@@ -173,8 +175,7 @@ def forward(
         o, lse (natural logarithm), max_logit (H,): the largest visible score of each head.
     """
     D, DV = q.shape[-1], v.shape[-1]
-    width = (padded(D) + padded(DV)) * q.element_size()
-    config = config or fitted(pick_forward(max(D, DV), q.dtype), width, width, True, shared_memory(q.device))
+    config = config or forward_config(D, DV, q.dtype, q.device)
     o = q.new_empty((*q.shape[:-1], DV))
     lse = q.new_empty(call.lse_shape, dtype=torch.float32)
     max_logit = q.new_full((call.H,), -float("inf"), dtype=torch.float32)
@@ -185,10 +186,13 @@ def forward(
     if tiles * call.B == 0:
         return o, lse, max_logit
     listed = visit(call, config.block_m, config.block_n)
-    provide_scratch()
-    forward_kernel[(tiles * call.H * call.B,)](
-        strided(q), strided(k), strided(v), strided(o), per_row(lse), max_logit, call.lengths, call.interval,
-        call.scoring, listed, call.sinks, call.H, call.H // k.shape[-2], tiles, D, DV, config.block_m, config.block_n,
-        padded(D), padded(DV), precision(q.dtype), tma(k, v), **options(config),
+    constants = (
+        D, DV, config.block_m, config.block_n, padded(D), padded(DV), precision(q.dtype), tma(k, v)
     )  # fmt: skip
+    args = (
+        strided(q), strided(k), strided(v), strided(o), per_row(lse), max_logit, call.lengths, call.interval,
+        call.scoring, listed, call.sinks, call.H, call.H // k.shape[-2], tiles, *constants,
+    )  # fmt: skip
+    key = (call.kind, layout_key(q, k, v), constants, config)
+    _launcher.start(forward_kernel, key, tiles * call.H * call.B, args, options(config))
     return o, lse, max_logit

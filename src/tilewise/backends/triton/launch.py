@@ -1,0 +1,59 @@
+"""Starting kernels: what Triton needs around a launch, and a way past its analysis of arguments that it has seen."""
+
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+from triton.runtime import _allocation  # pyright: ignore[reportMissingImports]
+
+
+class Launcher:
+    """Starts one kernel and remembers what Triton compiled for each key.
+
+    Triton looks at every argument of every launch, struct by struct, to find the compiled kernel: most of its time on
+    the host. A key that says the same in a few words saves that.
+    """
+
+    def __init__(self):
+        self._compiled: dict[Hashable, Any] = {}
+
+    def start(self, kernel: Any, key: Hashable, grid: int, args: tuple, options: Mapping[str, int]) -> None:
+        """Launch `kernel` over `grid` programs.
+
+        Args:
+            kernel: the Triton kernel.
+            key: equal only for calls whose args have the same types, Nones, constants, divisibilities and device.
+            grid: programs.
+            args: all its arguments, constants included.
+            options: num_warps and num_stages.
+        """
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            _provide_scratch()
+            compiled = kernel[(grid,)](*args, **options)
+            if compiled is not None:  # the interpreter compiles nothing
+                self._compiled[key] = compiled
+        else:
+            if compiled.metadata.global_scratch_size:
+                _provide_scratch()
+            compiled[(grid, 1, 1)](*args)
+
+
+def layout_key(*tensors: Tensor | None) -> tuple:
+    """What of each tensor decides which compiled kernel takes it, and a little more: shape, strides, dtype, alignment."""
+    return tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16, x.device) for x in tensors)
+
+
+def _allocate(size: int, _alignment: int, _stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def _provide_scratch() -> None:
+    """Memory for tensor descriptors built by kernels, where the user has given Triton no allocator of their own.
+
+    Each thread has its own setting; autograd's threads begin with none.
+    """
+    if isinstance(_allocation._allocator.get(), _allocation.NullAllocator):
+        triton.set_allocator(_allocate)
