@@ -38,7 +38,7 @@ tests: $(STAMP)
 # They need the Triton that was tested, which may not be the one of the user's torch: an environment of their own.
 TRITON_VENV := $(VENV)-triton
 TRITON_BIN  := $(TRITON_VENV)/bin
-TRITON_PYTEST := $(TRITON_BIN)/pytest -n 2 --rootdir tests/triton --confcutdir tests/triton
+TRITON_PYTEST := $(TRITON_BIN)/pytest -n 2 --rootdir tests/triton_lanes --confcutdir tests/triton_lanes
 
 $(TRITON_VENV)/.installed: pyproject.toml constraints-triton.txt
 	$(PYTHON) -m venv $(TRITON_VENV)
@@ -48,8 +48,8 @@ $(TRITON_VENV)/.installed: pyproject.toml constraints-triton.txt
 	touch $@
 
 triton: $(TRITON_VENV)/.installed
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(TRITON_PYTEST) tests/triton/test_interpret.py
-	$(TRITON_PYTEST) tests/triton/test_compile.py
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(TRITON_PYTEST) tests/triton_lanes/test_interpret.py
+	$(TRITON_PYTEST) tests/triton_lanes/test_compile.py
 
 # On a machine with a GPU, with the torch that is installed there.
 test-gpu:

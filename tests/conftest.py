@@ -10,7 +10,7 @@ from runs import TINY
 
 from tilewise.training import TrainConfig
 
-collect_ignore = ["triton"]  # lanes with an environment and processes of their own: `make triton`
+collect_ignore = ["triton_lanes"]  # lanes with an environment and processes of their own: `make triton`
 
 #: Examples of a long run with new random seeds; 0: the short, fixed run.
 FUZZ = int(os.environ.get("TILEWISE_FUZZ", "0"))
