@@ -1,0 +1,26 @@
+"""What multiplies matrices, chosen as a kernel is compiled: vector FMA for every dtype, AMX for bfloat16."""
+
+from . import products_amx as amx
+from . import products_fma as fma
+from .simd import choice
+
+add_key_gradient = choice(fma.add_key_gradient, amx.add_key_gradient)
+add_query_gradient = choice(fma.add_query_gradient, amx.add_query_gradient)
+add_value_gradient = choice(fma.add_value_gradient, amx.add_value_gradient)
+clear_weights = choice(fma.clear_weights, amx.clear_weights)
+delta_pass = choice(fma.delta_pass, amx.delta_pass)
+dot_panel = choice(fma.dot_panel, amx.dot_panel)
+end_products = choice(fma.end_products, amx.end_products)
+keep_weights = choice(fma.keep_weights, amx.keep_weights)
+mix_values = choice(fma.mix_values, amx.mix_values)
+pack_for_backward = choice(fma.pack_key_tile, amx.pack_for_backward)
+pack_for_forward = choice(fma.pack_key_tile, amx.pack_for_forward)
+pack_query_panel = choice(fma.pack_query_panel, amx.pack_query_panel)
+pack_rows = choice(fma.pack_rows, amx.pack_rows)
+place_for_backward = choice(fma.place_tile, amx.place_for_backward)
+place_for_forward = choice(fma.place_tile, amx.place_for_forward)
+raise_maxima = choice(fma.raise_maxima, amx.raise_maxima)
+set_bad_keys_aside = choice(fma.set_bad_keys_aside, amx.set_bad_keys_aside)
+set_bad_values_aside = choice(fma.set_bad_values_aside, amx.set_bad_values_aside)
+start_products = choice(fma.start_products, amx.start_products)
+weight_panels = choice(fma.weight_panels, amx.weight_panels)
