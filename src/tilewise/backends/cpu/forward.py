@@ -49,11 +49,9 @@ from .memory import (
     format_bytes,
     get_i64,
     get_real,
-    load,
     load_scalar,
     put_real,
     record_at,
-    store,
     take_ticket,
 )
 from .panels import (
@@ -70,50 +68,20 @@ from .products import (
     pack_for_forward,
     pack_query_panel,
     place_for_forward,
-    raise_maxima,
     set_bad_values_aside,
+    softmax_panel,
     start_products,
 )
 from .scores import drop, lane_sees, score_panel
 from .simd import (
     Lanes,
     element_bytes,
-    exp2_scaled,
-    fma,
     inlined,
     key_step,
     operand_bytes,
     panel_width,
-    select,
-    splat,
-    vector_width,
 )
 from .structs import FORWARD_ARGS
-
-
-@njit
-def softmax_panel(lanes, panel, k0, k1, scale, maxima, sums, alphas):
-    """p = 2^(scale (s - max)), in place, with the running maximum and sum of each lane; alpha rescales earlier sums.
-
-    The difference comes before the scale, so that the largest entry has p = 1 exactly, whatever its size.
-    """
-    columns, size, width = panel_width(lanes), element_bytes(lanes), vector_width(lanes)
-    zero, empty, factor = splat(lanes, 0.0), splat(lanes, -math.inf), splat(lanes, scale)
-    for strip in range(0, columns, width):  # `alphas` keeps the old maxima
-        store(lanes, alphas + strip * size, load(lanes, maxima + strip * size))
-    raise_maxima(lanes, panel, k0, k1, maxima)
-    for strip in range(0, columns, width):
-        at = strip * size
-        top = load(lanes, maxima + at)
-        shift = select(top == empty, zero, top)
-        alpha = exp2_scaled(load(lanes, alphas + at) - shift, factor)
-        total = zero  # of this tile: one sum over a long row would lose bits
-        for n in range(k0, k1):
-            p = exp2_scaled(load(lanes, panel + n * columns * size + at) - shift, factor)
-            store(lanes, panel + n * columns * size + at, p)
-            total = total + p
-        store(lanes, sums + at, fma(load(lanes, sums + at), alpha, total))
-        store(lanes, alphas + at, alpha)
 
 
 @inlined
@@ -156,10 +124,11 @@ def forward_tile(lanes, a, s, b, head_kv, n0, n1, panels, use_keep):
         if bad > 0:
             copy_vectors(lanes, s.extra, s.score, k1 * columns)
         at = p * columns * size
-        softmax_panel(lanes, s.score, k0, k1, a.score_scale, s.lane_max + at, s.lane_sum + at, s.lane_alpha + at)
+        maxima, sums, alphas = s.lane_max + at, s.lane_sum + at, s.lane_alpha + at
+        softmax_panel(lanes, s.score, s.pairs, k0, k1, a.score_scale, maxima, sums, alphas)
         drop(lanes, a, s, p, s.score, n0, k0, k1)
         out = s.o_t + at * a.value_dim_padded
-        mix_values(lanes, a, s, s.score, out, s.lane_alpha + at, k0, k1)
+        mix_values(lanes, a, s, s.score, out, alphas, k0, k1)
         if bad > 0:
             add_bad_values(lanes, a, s, s.score, s.extra, out, n0, bad, k0, k1)
 

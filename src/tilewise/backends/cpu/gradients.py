@@ -14,6 +14,7 @@ from .products import (
     add_value_gradient,
     clear_weights,
     dot_panel,
+    exp2_weight,
     keep_weights,
     pack_for_backward,
     place_for_backward,
@@ -24,7 +25,6 @@ from .scores import drop, score_panel
 from .simd import (
     absolute,
     element_bytes,
-    exp2,
     fma,
     grad_step,
     inlined,
@@ -96,7 +96,7 @@ def gradient_pass(lanes, score, grad, k0, k1, scale, lses, rests, slacks, deltas
             at = (n * columns + strip) * size
             s = load(lanes, score + at)
             x = fma(s, factor, zero - lse) - rest
-            p = select(s == masked, zero, exp2(select(x > slack, zero, x)))
+            p = select(s == masked, zero, exp2_weight(lanes, select(x > slack, zero, x)))
             store(lanes, score + at, p)
             store(lanes, grad + at, select(p == zero, zero, p * (load(lanes, grad + at) - delta)))
 

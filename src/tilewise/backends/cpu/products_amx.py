@@ -4,6 +4,8 @@ Scores, sums and gradients have the same layouts as there. Operands are *rows* `
 *pairs* `[k / 2][c]` of what is summed over (see `amx`). Weights (P and dS) are rounded to bfloat16 here.
 """
 
+import math
+
 from numba import njit
 
 from .amx import (
@@ -13,16 +15,18 @@ from .amx import (
     configure_tiles,
     dot_halves,
     even_halves,
-    fold,
+    exp2,
     load_halves,
     load_rows_halves,
     odd_halves,
     release_tiles,
-    round_halves,
+    round_words,
     set_product,
+    stay_awake,
     widen_low,
     zip_high,
     zip_low,
+    zip_odd,
 )
 from .blocks import panels_of_keys
 from .memory import get_half, get_i64, load, put_half, put_i64, store
@@ -32,6 +36,7 @@ from .simd import any_true, fma, inlined, select, splat
 
 LINE = 64  # bytes of a vector: 32 bfloat16, or 16 fp32
 HALF_STEP = STEP // 2
+AWAKE = 8  # vectors of exponentials between two products, see `stay_awake`
 EXPONENT = 0x7F80  # of a bfloat16; all ones: Inf or NaN
 
 
@@ -202,8 +207,8 @@ def round_key_pairs(lanes, pairs, panel, k0, k1):
     for n in range(k0, k1, 2):
         at = panel + n * ROW_BYTES
         for strip in range(0, ROW_BYTES, LINE):
-            both = round_halves(load(lanes, at + strip), load(lanes, at + ROW_BYTES + strip))
-            store(lanes, pairs + n // 2 * ROW_BYTES + strip, fold(both, both))
+            even, odd = load(lanes, at + strip), load(lanes, at + ROW_BYTES + strip)
+            store(lanes, pairs + n // 2 * ROW_BYTES + strip, zip_odd(round_words(even), round_words(odd)))
 
 
 @njit
@@ -215,14 +220,47 @@ def add_rescaled(lanes, out, alphas, mixed, rows):
             store(lanes, out + at, fma(load(lanes, out + at), alpha, load(lanes, mixed + at)))
 
 
+@njit
+def softmax_panel(lanes, panel, pairs, k0, k1, scale, maxima, sums, alphas):
+    """As in `products_fma`, and the weights rounded as `pairs`: free here, while the exponentials take their time."""
+    zero, empty, factor = splat(lanes, 0.0), splat(lanes, -math.inf), splat(lanes, scale)
+    for strip in range(0, ROW_BYTES, LINE):  # `alphas` keeps the old maxima
+        store(lanes, alphas + strip, load(lanes, maxima + strip))
+    raise_maxima(lanes, panel, k0, k1, maxima)
+    for strip in range(0, ROW_BYTES, LINE):
+        top = load(lanes, maxima + strip)
+        shift = select(top == empty, zero, top)
+        alpha = exp2((load(lanes, alphas + strip) - shift) * factor)
+        even_sum, odd_sum = zero, zero
+        for first in range(k0, k1, AWAKE):
+            stay_awake(lanes)
+            for n in range(first, first + AWAKE, 2):
+                at = panel + n * ROW_BYTES + strip
+                even = exp2((load(lanes, at) - shift) * factor)
+                odd = exp2((load(lanes, at + ROW_BYTES) - shift) * factor)
+                store(lanes, at, even)
+                store(lanes, at + ROW_BYTES, odd)
+                store(lanes, pairs + n // 2 * ROW_BYTES + strip, zip_odd(round_words(even), round_words(odd)))
+                even_sum, odd_sum = even_sum + even, odd_sum + odd
+        store(lanes, sums + strip, fma(load(lanes, sums + strip), alpha, even_sum + odd_sum))
+        store(lanes, alphas + strip, alpha)
+
+
 @inlined
 def mix_values(lanes, a, s, panel, out, alphas, k0, k1):
     """O^T = alpha O^T + V^T P^T over the keys [k0, k1) of the tile."""
-    round_key_pairs(lanes, s.pairs, panel, k0, k1)
+    if a.drop_threshold != 0:  # the weights are no longer those of `softmax_panel`
+        round_key_pairs(lanes, s.pairs, panel, k0, k1)
     values, weights = s.v + 2 * k0, s.pairs + k0 // 2 * ROW_BYTES
     chunks, blocks = (k1 - k0) // STEP, a.value_dim_padded // STEP
     set_product(s.mixed, values, 2 * a.tile_rows, LINE, weights, chunks, blocks)
     add_rescaled(lanes, out, alphas, s.mixed, a.value_dim)
+
+
+@inlined
+def exp2_weight(lanes, x):
+    """2^x for x <= 0."""
+    return exp2(x)
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------
@@ -253,18 +291,21 @@ def clear_weights(lanes, a, s, p, k0, k1, padded):
         fill_vectors(lanes, rows + k1 * LINE, (padded - k1) * words, 0.0)
 
 
+@inlined
+def rounded_row(lanes, at):
+    """32 weights rounded to bfloat16."""
+    return odd_halves(round_words(load(lanes, at)), round_words(load(lanes, at + LINE)))
+
+
 @njit
 def keep_weights(lanes, a, s, p, k0, k1):
     """Round the weights of block panel p: rows of both for dV and dK, pairs of keys of dS for dQ."""
-    at = p * a.block_n * LINE
+    first = p * a.block_n * LINE
     for n in range(k0, k1, 2):
-        where, target = n * ROW_BYTES, at + n * LINE
-        for i in range(2):
-            weight = s.score + where + i * ROW_BYTES
-            store(lanes, s.p_rows + target + i * LINE, round_halves(load(lanes, weight), load(lanes, weight + LINE)))
-        grad, next_grad = s.grad + where, s.grad + where + ROW_BYTES
-        one = round_halves(load(lanes, grad), load(lanes, grad + LINE))
-        two = round_halves(load(lanes, next_grad), load(lanes, next_grad + LINE))
+        weight, grad, target = s.score + n * ROW_BYTES, s.grad + n * ROW_BYTES, first + n * LINE
+        store(lanes, s.p_rows + target, rounded_row(lanes, weight))
+        store(lanes, s.p_rows + target + LINE, rounded_row(lanes, weight + ROW_BYTES))
+        one, two = rounded_row(lanes, grad), rounded_row(lanes, grad + ROW_BYTES)
         store(lanes, s.ds_rows + target, one)
         store(lanes, s.ds_rows + target + LINE, two)
         store(lanes, s.ds_pairs + target, zip_low(one, two))

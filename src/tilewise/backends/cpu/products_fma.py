@@ -1,12 +1,14 @@
 """What the kernels do with packed operands where vector FMA multiplies: layouts as in `gemm` and `panels`."""
 
+import math
+
 from numba import njit
 
 from .blocks import panels_of_keys
 from .gemm import GRAD_ROWS, SCORE_ROWS, dot_tile, mix_add_tile, mix_rescale_tile, outer_tile
 from .memory import get_i64, load, store
 from .panels import fill_vectors, pack_query_panel, pack_tile, set_bad_rows_aside  # noqa: F401  pack_query_panel is chosen in `products`
-from .simd import element_bytes, fma, inlined, panel_width, select, splat, vector_width
+from .simd import element_bytes, exp2, exp2_scaled, fma, inlined, panel_width, select, splat, vector_width
 
 
 @inlined
@@ -77,6 +79,37 @@ def raise_maxima(lanes, panel, k0, k1, maxima):
     store(lanes, maxima, first)
     store(lanes, maxima + strip, second)
     store(lanes, maxima + 2 * strip, third)
+
+
+@njit
+def softmax_panel(lanes, panel, pairs, k0, k1, scale, maxima, sums, alphas):
+    """p = 2^(scale (s - max)), in place, with the running maximum and sum of each lane; alpha rescales earlier sums.
+
+    The difference comes before the scale, so that the largest entry has p = 1 exactly, whatever its size.
+    """
+    columns, size, width = panel_width(lanes), element_bytes(lanes), vector_width(lanes)
+    zero, empty, factor = splat(lanes, 0.0), splat(lanes, -math.inf), splat(lanes, scale)
+    for strip in range(0, columns, width):  # `alphas` keeps the old maxima
+        store(lanes, alphas + strip * size, load(lanes, maxima + strip * size))
+    raise_maxima(lanes, panel, k0, k1, maxima)
+    for strip in range(0, columns, width):
+        at = strip * size
+        top = load(lanes, maxima + at)
+        shift = select(top == empty, zero, top)
+        alpha = exp2_scaled(load(lanes, alphas + at) - shift, factor)
+        total = zero  # of this tile: one sum over a long row would lose bits
+        for n in range(k0, k1):
+            p = exp2_scaled(load(lanes, panel + n * columns * size + at) - shift, factor)
+            store(lanes, panel + n * columns * size + at, p)
+            total = total + p
+        store(lanes, sums + at, fma(load(lanes, sums + at), alpha, total))
+        store(lanes, alphas + at, alpha)
+
+
+@inlined
+def exp2_weight(lanes, x):
+    """2^x for x <= 0."""
+    return exp2(x)
 
 
 @inlined
