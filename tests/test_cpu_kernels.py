@@ -108,6 +108,25 @@ CASES = {
         dropout_p=0.1,
         threads=2,
     ),
+    "bf16 by fp32": Case(Sq=130, Sk=300, dtype=BF16, window=(None, 0), D=64, Dv=64, lanes=Lanes(32, 8)),
+    "bf16, D 1, Dv 3": Case(D=1, Dv=3, dtype=BF16),
+    "bf16, D 512": Case(Sq=30, Sk=50, D=512, Dv=512, H=1, Hkv=1, dtype=BF16),
+    "bf16, long": Case(Sq=700, Sk=900, H=1, Hkv=1, D=64, Dv=64, window=(100, 0), dtype=BF16, threads=2),
+    "bf16, strided": Case(B=2, H=4, Hkv=2, strided=True, dtype=BF16),
+    "bf16, logits of 1e5": Case(gain=3e4, window=(None, 0), dtype=BF16),
+    "bf16, tiles": Case(Sq=150, Sk=170, H=4, Hkv=2, keep=True, tiles=True, window=(None, 0), dtype=BF16),
+    "bf16, packed": Case(lengths=((5, 9), (0, 4), (130, 200), (7, 0), (33, 33)), H=4, window=(None, 0), dtype=BF16),
+    "bf16, everything": Case(
+        lengths=((40, 60), (100, 90)),
+        H=4,
+        window=(50, 3),
+        softcap=20.0,
+        alibi=True,
+        bias="hmn",
+        sinks=True,
+        dropout_p=0.2,
+        dtype=BF16,
+    ),
     "4 lanes": Case(lanes=Lanes(32, 4), window=(None, 0), softcap=9.0, bias="mn", keep=True, dropout_p=0.1),
     "16 lanes": Case(lanes=Lanes(32, 16), window=(None, 0), softcap=9.0, bias="mn", keep=True, dropout_p=0.1),
     "2 lanes, fp64": Case(lanes=Lanes(64, 2), dtype=F64, window=(None, 0)),
@@ -342,16 +361,18 @@ def without_masked(case: Case, poison: float) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("D", [40, 37])
-def test_unseen_keys_do_not_leak(poison, D):
-    case = Case(Sq=150, Sk=150, D=D, Dv=D, window=(None, 0))
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_unseen_keys_do_not_leak(dtype, poison, D):
+    case = Case(Sq=150, Sk=150, D=D, Dv=D, window=(None, 0), dtype=dtype)
     clean, poisoned = without_masked(case, 0.0), without_masked(case, poison)
     for name in clean:
         assert torch.equal(clean[name], poisoned[name]), name
 
 
 @pytest.mark.parametrize("where", ["k", "v", "bias"])
-def test_a_bad_key_reaches_only_rows_that_see_it(where):
-    case, key = Case(Sq=150, Sk=150, window=(20, 0), bias="mn"), 77
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_bad_key_reaches_only_rows_that_see_it(dtype, where):
+    case, key = Case(Sq=150, Sk=150, window=(20, 0), bias="mn", dtype=dtype), 77
     clean, bad = make_inputs(case), make_inputs(case)
     if where == "bias":
         bad.leaves["bias"][:, :, :, key] = math.nan

@@ -163,8 +163,9 @@ def weight_sizes(lanes: Lanes, panels: int, block_n: int) -> dict[str, int]:
     panel = block_n * lanes.panel
     if lanes.products == "fma":
         return dict.fromkeys(("score", "grad"), panels * panel * lanes.bits // 8)
-    rounded = dict.fromkeys(("p_rows", "ds_rows", "ds_pairs"), panels * panel * lanes.operand_bytes)
-    return dict.fromkeys(("score", "grad"), panel * lanes.bits // 8) | rounded
+    rounded = panels * panel * lanes.operand_bytes
+    sizes = {"score": panel * lanes.bits // 8, "grad": panel * lanes.bits // 8}
+    return sizes | {"p_rows": rounded, "ds_rows": rounded, "ds_pairs": rounded}
 
 
 @functools.lru_cache(256)

@@ -1,8 +1,27 @@
 """What multiplies matrices, chosen as a kernel is compiled: vector FMA for every dtype, AMX for bfloat16."""
 
+import functools
+
+from numba.extending import overload
+
 from . import products_amx as amx
 from . import products_fma as fma
-from .simd import choice
+
+
+def choice(with_fma, with_amx):
+    """A function `(lanes, ...)` that Numba compiles as one of two with the same arguments, by `lanes.products`."""
+
+    @functools.wraps(with_fma.py_func)
+    def chosen(*args):
+        raise NotImplementedError("only kernels call this")
+
+    @overload(chosen)
+    @functools.wraps(with_fma.py_func)
+    def choose(lanes, *args):
+        return (with_amx if lanes.products == "amx" else with_fma).py_func
+
+    return chosen
+
 
 add_key_gradient = choice(fma.add_key_gradient, amx.add_key_gradient)
 add_query_gradient = choice(fma.add_query_gradient, amx.add_query_gradient)

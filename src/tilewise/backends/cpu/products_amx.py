@@ -4,6 +4,9 @@ Scores, sums and gradients have the same layouts as there. Operands are *rows* `
 *pairs* `[k / 2][c]` of what is summed over (see `amx`). Weights (P and dS) are rounded to bfloat16 here.
 """
 
+# Numba passes the first argument of intrinsics itself.
+# pyright: reportCallIssue=false
+
 import math
 
 from numba import njit

@@ -1,5 +1,8 @@
 """What the kernels do with packed operands where vector FMA multiplies: layouts as in `gemm` and `panels`."""
 
+# Numba passes the first argument of intrinsics itself.
+# pyright: reportCallIssue=false
+
 import math
 
 from numba import njit

@@ -4,7 +4,6 @@ A kernel names its accumulation type and vector width by one compile-time value,
 vector) first, so that one source serves fp32 and fp64 on any vector width. Addresses are plain int64.
 """
 
-import functools
 import operator
 from dataclasses import dataclass
 
@@ -13,12 +12,12 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.core.imputils import lower_constant
 from numba.core.typing.templates import AbstractTemplate, infer_global, signature
-from numba.extending import intrinsic, lower_builtin, models, overload, register_model, typeof_impl
+from numba.extending import intrinsic, lower_builtin, models, register_model, typeof_impl
 
 # Helpers with one caller, and tiny ones, become part of their caller: each separate function costs compile time.
 inlined = njit(inline="always")
 
-# Query rows of a panel, in vectors: a 4 x 3 tile of accumulators fills the 16 registers of AVX2; AMX takes 32 rows.
+# Query rows of a panel, in vectors: 4 x 3 accumulators fill the 16 registers of AVX2; AMX takes 32 rows.
 PANEL_VECTORS = {"fma": 3, "amx": 2}
 KEY_STEP = {"fma": 4, "amx": 32}  # keys of scores at once: what a panel needs is rounded out to multiples
 GRAD_STEP = {"fma": 12, "amx": 32}  # the same for all micro-kernels of the backward pass
@@ -37,7 +36,7 @@ _MANTISSA_BITS, _EXPONENT_BIAS = {32: 23, 64: 52}, {32: 127, 64: 1023}
 
 @dataclass(frozen=True)
 class Lanes:
-    """Accumulation type, vector width, and what multiplies matrices: "fma", or "amx" for bfloat16 on such processors.
+    """Accumulation type, vector width, and what multiplies matrices: "fma", or "amx" for bfloat16.
 
     `sources` (a hash) only makes Numba's disk cache notice edits.
     """
@@ -82,12 +81,10 @@ class Lanes:
 class LanesType(types.Type):
     """The Numba type of a `Lanes`: no run-time content."""
 
-    def __init__(self, bits, width, products):
-        self.bits, self.width, self.products = bits, width, products
-        self.panel = PANEL_VECTORS[products] * width
-        self.key_step, self.grad_step = KEY_STEP[products], GRAD_STEP[products]
-        self.operand_bytes = 2 if products == "amx" else bits // 8
-        super().__init__(f"Lanes({bits}, {width}, {products})")
+    def __init__(self, lanes: Lanes):
+        self.bits, self.width, self.products, self.panel = lanes.bits, lanes.width, lanes.products, lanes.panel
+        self.key_step, self.grad_step, self.operand_bytes = lanes.key_step, lanes.grad_step, lanes.operand_bytes
+        super().__init__(f"Lanes({lanes.bits}, {lanes.width}, {lanes.products})")
 
     @property
     def scalar(self):
@@ -129,7 +126,7 @@ class Vector(types.Type):
 
 @typeof_impl.register(Lanes)
 def _typeof_lanes(value, _context):
-    return LanesType(value.bits, value.width, value.products)
+    return LanesType(value)
 
 
 @lower_constant(LanesType)
@@ -259,21 +256,6 @@ panel_width = _compile_time(lambda lanes: lanes.panel, "QP, the query rows of a 
 key_step = _compile_time(lambda lanes: lanes.key_step, "Keys of scores at once.")
 operand_bytes = _compile_time(lambda lanes: lanes.operand_bytes, "Bytes of one element of packed q, k, v and do.")
 grad_step = _compile_time(lambda lanes: lanes.grad_step, "Keys at once of all micro-kernels of the backward pass.")
-
-
-def choice(fma, amx):
-    """A function `(lanes, ...)` that Numba compiles as one of two with the same arguments, by `lanes.products`."""
-
-    @functools.wraps(fma.py_func)
-    def chosen(*args):
-        raise NotImplementedError("only kernels call this")
-
-    @overload(chosen)
-    @functools.wraps(fma.py_func)
-    def choose(lanes, *args):
-        return (amx if lanes.products == "amx" else fma).py_func
-
-    return chosen
 
 
 @intrinsic
