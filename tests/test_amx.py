@@ -31,24 +31,41 @@ def rows_of(count: int, dim: int) -> tuple[Tensor, Tensor, np.ndarray]:
     return x, padded, np.array([row.data_ptr() for row in x], np.int64)
 
 
+@njit
+def run_product(adds, c, a, b, depth, blocks):
+    amx.configure_tiles(LANES)
+    if adds:
+        amx.add_product(c, a, 2 * depth, 64, b, depth // 32, blocks)
+    else:
+        amx.set_product(c, a, 2 * depth, 64, b, depth // 32, blocks)
+    amx.release_tiles(LANES)
+
+
+@njit
+def run_layouts(rows, columns, queries, row_pairs, at, count, tile_rows, dim, width):
+    products_amx.copy_rows(LANES, rows, at, count - 3, count, dim, width)
+    bad = products_amx.copy_columns(LANES, columns, tile_rows, at, count, dim, width)
+    products_amx.pack_query_panel(LANES, queries, at, 1, dim, width, 1.0)
+    products_amx.pack_rows(LANES, row_pairs, count, at, count, 1, dim, width)
+    return bad
+
+
+@njit
+def run_bad_columns(columns, at, bad, count, dim, width):
+    found = products_amx.copy_columns(LANES, columns, count, at, count, dim, width)
+    return found, products_amx.set_bad_columns_aside(columns, count, count, width, bad)
+
+
 @needs_amx
 @pytest.mark.parametrize("depth", [32, 64, 160])
 @pytest.mark.parametrize("blocks", [1, 2, 5])
-@pytest.mark.parametrize("name", ["set_product", "add_product"])
-def test_products(name, blocks, depth):
-    product = getattr(amx, name)
-
-    @njit
-    def run(c, a, b):
-        amx.configure_tiles(LANES)
-        product(c, a, 2 * depth, 64, b, depth // 32, blocks)
-        amx.release_tiles(LANES)
-
+@pytest.mark.parametrize("adds", [False, True])
+def test_products(adds, blocks, depth):
     a, b = torch.randn(32 * blocks, depth).bfloat16(), torch.randn(depth, 32).bfloat16()
     before = torch.randn(32 * blocks + 2, 32)
     c, operand = before.clone(), pairs(b)
-    run(c[1:].data_ptr(), a.data_ptr(), operand.data_ptr())
-    expected = a.double() @ b.double() + (before[1:-1].double() if name == "add_product" else 0)
+    run_product(adds, c[1:].data_ptr(), a.data_ptr(), operand.data_ptr(), depth, blocks)
+    expected = a.double() @ b.double() + adds * before[1:-1].double()
     assert (c[1:-1] - expected).abs().max() < 1e-5 * depth
     assert torch.equal(c[[0, -1]], before[[0, -1]])  # nothing beyond
 
@@ -59,18 +76,9 @@ def test_layouts(dim):
     count, tile_rows = 64, 96
     _, padded, addresses = rows_of(count, dim)
     width = padded.shape[1]
-
-    @njit
-    def run(rows, columns, queries, row_pairs, at):
-        products_amx.copy_rows(LANES, rows, at, count - 3, count, dim, width)
-        bad = products_amx.copy_columns(LANES, columns, tile_rows, at, count, dim, width)
-        products_amx.pack_query_panel(LANES, queries, at, 1, dim, width, 1.0)
-        products_amx.pack_rows(LANES, row_pairs, count, at, count, 1, dim, width)
-        return bad
-
     shapes = (count, width), (width, tile_rows), (width // 2, 32, 2), (width // 32, count // 2, 32, 2)
     rows, columns, queries, row_pairs = found = [torch.full(shape, 7.0, dtype=torch.bfloat16) for shape in shapes]
-    assert not run(*(t.data_ptr() for t in found), addresses.ctypes.data)
+    assert not run_layouts(*(t.data_ptr() for t in found), addresses.ctypes.data, count, tile_rows, dim, width)
     assert torch.equal(rows[:-3], padded[:-3]) and (rows[-3:] == 0).all()
     assert torch.equal(columns[:, :count], padded.T) and (columns[:, count:] == 7).all()
     assert torch.equal(queries, pairs(padded[:32].T))
@@ -86,14 +94,9 @@ def test_bad_rows_are_found_and_set_aside(dim, poison):
     x[17, dim - 1] = poison
     padded[17] = 0.0
     width = padded.shape[1]
-
-    @njit
-    def run(columns, at, bad):
-        found = products_amx.copy_columns(LANES, columns, count, at, count, dim, width)
-        return found, products_amx.set_bad_columns_aside(columns, count, count, width, bad)
-
     columns, bad = torch.zeros(width, count, dtype=torch.bfloat16), np.zeros(count, np.int64)
-    assert run(columns.data_ptr(), addresses.ctypes.data, bad.ctypes.data) == (True, 1)
+    where = columns.data_ptr(), addresses.ctypes.data, bad.ctypes.data
+    assert run_bad_columns(*where, count, dim, width) == (True, 1)
     assert bad[0] == 17 and torch.equal(columns, padded.T)
 
 

@@ -360,10 +360,10 @@ def without_masked(case: Case, poison: float) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
-@pytest.mark.parametrize("D", [40, 37])
+@pytest.mark.parametrize(("D", "softcap"), [(40, None), (37, 5.0)])
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_unseen_keys_do_not_leak(dtype, poison, D):
-    case = Case(Sq=150, Sk=150, D=D, Dv=D, window=(None, 0), dtype=dtype)
+def test_unseen_keys_do_not_leak(dtype, poison, D, softcap):
+    case = Case(Sq=150, Sk=150, D=D, Dv=D, window=(None, 0), softcap=softcap, dtype=dtype)
     clean, poisoned = without_masked(case, 0.0), without_masked(case, poison)
     for name in clean:
         assert torch.equal(clean[name], poisoned[name]), name

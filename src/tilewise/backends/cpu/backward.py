@@ -172,9 +172,11 @@ def weight_sizes(lanes: Lanes, panels: int, block_n: int) -> dict[str, int]:
 def backward_layout(lanes: Lanes, block_m: int, block_n: int, dim: int, value_dim: int, chunk_rows: int, slots: int):
     """Scratch of one backward thread."""
     real, operand = lanes.bits // 8, lanes.operand_bytes
+    tiles = tile_sizes(lanes, slots, block_n, dim, value_dim)
     return ScratchLayout(
         lane_sizes(lanes, block_m)
-        | tile_sizes(lanes, slots, block_n, dim, value_dim)
+        | tiles
+        | {"k_t_slots": tiles["k_slots"] if lanes.products == "amx" else 0}
         | weight_sizes(lanes, block_m // lanes.panel, block_n)
         | dict.fromkeys(("extra", "slope"), block_n * lanes.panel * real)
         | {"o_t": lanes.panel * value_dim * operand, "dq_t": block_m * dim * real}

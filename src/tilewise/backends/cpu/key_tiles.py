@@ -89,7 +89,7 @@ def tile_sizes(lanes: Lanes, slots: int, block_n: int, dim: int, value_dim: int)
     """Bytes of the scratch fields of key tiles."""
     slot_bytes = slots * (block_n + lanes.key_step) * lanes.operand_bytes
     return {
-        **dict.fromkeys(("k_slots", "k_t_slots"), slot_bytes * dim),
+        "k_slots": slot_bytes * dim,
         "v_slots": slot_bytes * value_dim,
         "tags": 8 * slots,
         **dict.fromkeys(("k_rows", "v_rows"), 8 * (block_n + 2 * lanes.key_step)),

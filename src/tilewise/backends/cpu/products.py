@@ -4,6 +4,7 @@ import functools
 
 from numba.extending import overload
 
+from . import panels
 from . import products_amx as amx
 from . import products_fma as fma
 
@@ -35,7 +36,7 @@ keep_weights = choice(fma.keep_weights, amx.keep_weights)
 mix_values = choice(fma.mix_values, amx.mix_values)
 pack_for_backward = choice(fma.pack_key_tile, amx.pack_for_backward)
 pack_for_forward = choice(fma.pack_key_tile, amx.pack_for_forward)
-pack_query_panel = choice(fma.pack_query_panel, amx.pack_query_panel)
+pack_query_panel = choice(panels.pack_query_panel, amx.pack_query_panel)
 pack_rows = choice(fma.pack_rows, amx.pack_rows)
 place_for_backward = choice(fma.place_tile, amx.place_for_backward)
 place_for_forward = choice(fma.place_tile, amx.place_for_forward)

@@ -10,7 +10,7 @@ from numba import njit
 from .blocks import panels_of_keys
 from .gemm import GRAD_ROWS, SCORE_ROWS, dot_tile, mix_add_tile, mix_rescale_tile, outer_tile
 from .memory import get_i64, load, store
-from .panels import fill_vectors, pack_query_panel, pack_tile, set_bad_rows_aside  # noqa: F401  pack_query_panel is chosen in `products`
+from .panels import fill_vectors, pack_tile, set_bad_rows_aside
 from .simd import element_bytes, exp2, exp2_scaled, fma, inlined, panel_width, select, splat, vector_width
 
 
