@@ -28,6 +28,7 @@ SIZES = [
     Case("few_queries", Sq=5, Sk=260, H=6, Hkv=2, D=64, mask=(CAUSAL,)),
     Case("more_heads_than_work", B=1, Sq=3, Sk=3, H=84, D=64),
     Case("batch_of_none", B=0, Sq=8, Sk=8),
+    Case("batch_of_none_documents", B=0, Sq=8, Sk=8, mask=(("document", "BS"),)),
     Case("no_queries", Sq=0, Sk=8, mask=(CAUSAL,)),
     Case("no_keys", Sq=8, Sk=0),
     Case("no_keys_sink", Sq=8, Sk=0, sinks=True, mask=(CAUSAL,)),
@@ -84,6 +85,8 @@ MASKS = [
 MODIFIERS = [
     Case("softcap", Sq=70, D=32, softcap=2.0, magnitude=2.0),
     Case("softcap_saturated", Sq=40, D=32, softcap=1.0, magnitude=4.0, mask=(CAUSAL,)),
+    Case("softcap_unseen_keys", Sq=70, Sk=90, D=32, H=4, Hkv=2, softcap=4.0, poison=True,
+         mask=(("document", "BS"), CAUSAL)),
     Case("scale", Sq=40, softmax_scale=0.7, mask=(CAUSAL,)),
     Case("scale_negative", Sq=40, softmax_scale=-0.3),
     Case("scale_zero", Sq=40, softmax_scale=0.0, mask=(CAUSAL,)),

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent / "src" / "tilewise"
+REPOSITORY = Path(__file__).parent.parent
+ROOT = REPOSITORY / "src" / "tilewise"
 FILES = sorted(ROOT.rglob("*.py"))
+TESTS = sorted((REPOSITORY / "tests").rglob("*.py"))
 
 #: Modules in order: each imports only from earlier rows.
 LAYERS = (
@@ -136,7 +138,7 @@ def test_predicates_import_nothing():
     assert _imports(ROOT / "tiles.py") <= {"typing"}
 
 
-@each_file
+@pytest.mark.parametrize("path", [*FILES, *TESTS], ids=lambda path: str(path.relative_to(REPOSITORY)))
 def test_files_are_short(path):
     assert len(path.read_text().splitlines()) <= 400
 

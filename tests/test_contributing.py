@@ -90,7 +90,7 @@ def test_every_feature_has_a_case_and_a_gradient_check():
     used = set()
     for case in CASES:
         used.update(problem_of(make_inputs(case, case.dtypes[0])).features)
-    used.add("deterministic")  # changes no result: test_bugs.py (B80) runs it
+    used.add("deterministic")  # changes no result: test_bugs_outputs.py (B80) runs it
     assert set(FEATURES) <= used, set(FEATURES) - used
     for name in ("softcap", "alibi", "bias", "sinks", "dropout"):
         assert name in gradcheck

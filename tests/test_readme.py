@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -19,6 +20,25 @@ def test_python_blocks_run():
     assert blocks
     for block in blocks:
         exec(block, {"__name__": "readme"})
+
+
+def test_masks_on_their_page_run():
+    page = (ROOT / "docs" / "masks.md").read_text()
+    q = k = v = torch.randn(2, 40, 2, 8)
+    given = {"q": q, "k": k, "v": v, "ids": torch.arange(80).reshape(2, 40) // 7, "padding": q[..., 0, 0] > 0}
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(block, given | {"Sq": 40, "Sk": 40})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_explain_commands_run(page):
+    from typer.testing import CliRunner
+
+    from tilewise.cli.main import app
+
+    for command in re.findall(r"`tilewise (explain .*?)`", page.read_text()):
+        result = CliRunner().invoke(app, command.split())
+        assert result.exit_code == 0, result.output
 
 
 @pytest.mark.parametrize("target", re.findall(r"^make (\w+)", README, re.MULTILINE))

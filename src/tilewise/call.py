@@ -92,9 +92,11 @@ def _describe(q, k, v, masks, align, named, softcap, dropout_p, softmax_scale, d
     cap = None if softcap is None else check_number(softcap, "softcap") or None
     p = check_number(dropout_p, "dropout_p", 0.0, 1.0) if isinstance(dropout_p, Tensor) or dropout_p != 0 else 0.0
     if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator must be a torch.Generator on the CPU or None, got {describe(generator)}")
+        raise TypeError(f"generator must be a torch.Generator or None, got {describe(generator)}")
     if p:
-        named["seed"] = torch.randint(0, 2**63 - 1, (1,), generator=generator, dtype=torch.int64, device="cpu")
+        # On the GPU without one: the default generator there, whose draws CUDA graphs repeat with fresh numbers.
+        device = generator.device if generator is not None else "cuda" if q.is_cuda else "cpu"
+        named["seed"] = torch.randint(0, 2**63 - 1, (1,), generator=generator, dtype=torch.int64, device=device)
     present = tuple(name for name in TENSORS if named.get(name) is not None)
     terms, mask_tensors = _terms(masks)
     aux = [named[name] for name in present] + mask_tensors

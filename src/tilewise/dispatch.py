@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+
+import torch
 
 from tilewise.backends.base import FEATURES, Backend, Capabilities
 from tilewise.problem import DTYPES, MAX_HEAD_DIM, Problem
@@ -21,6 +24,21 @@ def _load_cpu() -> Backend:
     return cpu.CpuBackend()
 
 
+def _triton_requires() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; it comes with PyTorch for CUDA or ROCm"
+    return None
+
+
+def _load_triton() -> Backend:
+    from tilewise.backends import triton  # noqa: PLC0415  only where a GPU call asks for it
+
+    return triton.TritonBackend()
+
+
+#: With TRITON_INTERPRET=1 Triton kernels run on CPU tensors, slowly: for debugging and tests.
+_TRITON_DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
 #: In order of preference.
 BACKENDS: tuple[Capabilities, ...] = (
     Capabilities(
@@ -32,6 +50,16 @@ BACKENDS: tuple[Capabilities, ...] = (
         features=frozenset(FEATURES),
         requires=_cpu_requires,
         load=_load_cpu,
+    ),
+    Capabilities(
+        name="triton",
+        title="GPU (Triton, portable)",
+        device=_TRITON_DEVICE,
+        dtypes=(torch.float32, torch.bfloat16, torch.float16),
+        max_head_dim=MAX_HEAD_DIM,
+        features=frozenset(FEATURES),
+        requires=_triton_requires,
+        load=_load_triton,
     ),
 )
 

@@ -175,9 +175,8 @@ class Prefix(IntervalMask):
         return (self.length,) if isinstance(self.length, Tensor) else ()
 
     def interval(self, rows):
-        if isinstance(self.length, Tensor):
-            return predicates.prefix_interval(rows.m, self.length.long()[rows.batch], torch.maximum)
-        return predicates.prefix_interval(rows.m, self.length, lambda a, b: a.clamp(min=b))
+        length = self.length.long()[rows.batch] if isinstance(self.length, Tensor) else self.length
+        return predicates.prefix_interval(rows.m, length)
 
 
 class Document(IntervalMask):
@@ -229,7 +228,7 @@ class Document(IntervalMask):
 
     @property
     def per_batch(self):  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.lo.shape[0] > 1
+        return self.lo.shape[0] != 1
 
     @property
     def params(self):

@@ -15,20 +15,36 @@ def causal_interval(m):
     return None, m + 1
 
 
+def window_low(m, left):
+    """The first key of a window: ``m - left``."""
+    return m - left
+
+
+def window_high(m, right):
+    """One past the last key of a window: ``m + right`` is included."""
+    return m + right + 1
+
+
 def window_interval(m, left, right):
     """Keys from ``m - left`` to ``m + right``, both included; ``None`` on a side means no limit there."""
-    return (None if left is None else m - left), (None if right is None else m + right + 1)
+    return (None if left is None else window_low(m, left)), (None if right is None else window_high(m, right))
 
 
 def chunk_interval(m, size):
     """Keys of the query's own chunk, ``[c * size, (c + 1) * size)`` with ``c = floor(m / size)``."""
-    start = m - m % size
+    start = m - (m % size + size) % size  # right for m < 0, whether % floors (Python) or truncates (GPUs)
     return start, start + size
 
 
-def prefix_interval(m, length, maximum=max):
+def prefix_high(m, length):
+    """One past the last key of a prefix-LM row, ``max(m + 1, length)``: the first `length` keys, and the causal ones."""
+    causal = m + 1
+    return causal + (length - causal) * (length > causal)
+
+
+def prefix_interval(m, length):
     """Prefix-LM: every query sees the first `length` keys, and is causal after them."""
-    return None, maximum(m + 1, length)
+    return None, prefix_high(m, length)
 
 
 def keep_interval(n, lo, hi):

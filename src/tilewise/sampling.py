@@ -137,6 +137,24 @@ class Inputs:
         q, k, v = (cast.pop(name) for name in ("q", "k", "v"))
         return dataclasses.replace(self, q=q, k=k, v=v, options=self.options | cast, do=do, dlse=dlse)
 
+    def on(self, device: str) -> Inputs:
+        """The same call with every tensor on a device, strides and all."""
+        if self.q.device.type == device:
+            return self
+        moved: dict[str, Any] = {name: _moved(t, device) for name, t in self.options.items() if isinstance(t, Tensor)}
+        if isinstance(mask := self.options.get("mask"), masks.Mask):
+            parts = [m.rebuild(m.params, [_moved(t, device) for t in m.tensors]) for m in mask.parts()]
+            moved["mask"] = masks.And(tuple(parts))
+        q, k, v = (_moved(t, device) for t in (self.q, self.k, self.v))
+        do, dlse = (None if t is None else _moved(t, device) for t in (self.do, self.dlse))
+        return dataclasses.replace(self, q=q, k=k, v=v, options=self.options | moved, do=do, dlse=dlse)
+
+
+def _moved(t: Tensor, device: str) -> Tensor:
+    storage = t.untyped_storage().to(device=device)
+    moved = torch.empty(0, dtype=t.dtype, device=device).set_(storage, t.storage_offset(), t.size(), t.stride())
+    return moved.neg() if t.is_neg() else moved
+
 
 def draw(case: Case, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = "cpu") -> Inputs:
     """The tensors of a case, but for its poison: the same case, dtype and seed give the same tensors on every machine.

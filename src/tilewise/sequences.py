@@ -39,10 +39,17 @@ class RowBounds(NamedTuple):
     stride: int
 
 
-def sequences(bound: BoundSpec, q_shape: Sequence[int], k_shape: Sequence[int], max_q: int, max_k: int) -> Sequences:
+def sequences(
+    bound: BoundSpec,
+    q_shape: Sequence[int],
+    k_shape: Sequence[int],
+    max_q: int,
+    max_k: int,
+    device: torch.device | str = "cpu",
+) -> Sequences:
     """The sequences of a call whose q and k have these shapes, (B, S, H, D) or packed (total, H, D)."""
     if not bound.spec.varlen:
-        return _dense_sequences(q_shape[0], q_shape[1], k_shape[1], bound.spec.align)
+        return _dense_sequences(q_shape[0], q_shape[1], k_shape[1], bound.spec.align, device)
     assert bound.cu_seqlens_q is not None and bound.cu_seqlens_k is not None
     cu_q, cu_k = bound.cu_seqlens_q.long(), bound.cu_seqlens_k.long()
     q_len = cu_q.diff() if bound.seqused_q is None else bound.seqused_q.long()
@@ -52,8 +59,8 @@ def sequences(bound: BoundSpec, q_shape: Sequence[int], k_shape: Sequence[int], 
 
 
 @lru_cache(maxsize=256)
-def _dense_sequences(B: int, Sq: int, Sk: int, align: str) -> Sequences:
-    zero = torch.zeros(B, dtype=torch.int64, device="cpu")
+def _dense_sequences(B: int, Sq: int, Sk: int, align: str, device: torch.device | str) -> Sequences:
+    zero = torch.zeros(B, dtype=torch.int64, device=device)
     shift = Sk - Sq if align == "bottom_right" else 0
     return Sequences(zero, zero + Sq, zero, zero + Sk, zero + shift, Sq, Sk, False)
 
@@ -71,16 +78,16 @@ def row_bounds(bound: BoundSpec, seqs: Sequences, total_q: int) -> RowBounds:
         nothing = torch.zeros(total_q, dtype=torch.int32, device=seqs.q_len.device)
         return RowBounds(nothing, nothing, 0)
     if not seqs.varlen and not any(mask.per_batch for mask in masks) and not any(mask.tensors for mask in masks):
-        return _shared_bounds(tuple(masks), seqs.max_q, seqs.max_k, bound.spec.align)
+        return _shared_bounds(tuple(masks), seqs.max_q, seqs.max_k, bound.spec.align, seqs.q_len.device)
     rows, k_len, stride = _all_rows(seqs, total_q, any(mask.per_batch for mask in masks))
     lo, hi = _intersect(masks, rows, k_len)
     return RowBounds(lo, hi, stride)
 
 
 @lru_cache(maxsize=32)
-def _shared_bounds(masks: tuple[IntervalMask, ...], Sq: int, Sk: int, align: str) -> RowBounds:
+def _shared_bounds(masks: tuple[IntervalMask, ...], Sq: int, Sk: int, align: str, device: torch.device) -> RowBounds:
     # Closed-form masks of one (Sq, Sk) are the same for every call: training steps find them here.
-    index = torch.arange(Sq, device="cpu")
+    index = torch.arange(Sq, device=device)
     m = index + (Sk - Sq if align == "bottom_right" else 0)
     lo, hi = _intersect(masks, Rows(m, torch.zeros_like(index), index), torch.full_like(index, Sk))
     return RowBounds(lo, hi, 0)

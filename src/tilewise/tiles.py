@@ -32,9 +32,8 @@ def kv_tile_range(lo_min, lo_max, hi_min, hi_max, block_n):
 
     Every key seen by some row lies in a visited tile; in a full tile every row sees every key.
     """
-    if hi_max <= lo_min:
-        return TileRange(0, 0, 0, 0)
-    first, last = lo_min // block_n, cdiv(hi_max, block_n)
+    first = lo_min // block_n
+    last = first + (cdiv(hi_max, block_n) - first) * (hi_max > lo_min)  # no branch: kernels trace this, too
     full_first = min(max(cdiv(lo_max, block_n), first), last)
     full_last = min(max(hi_min // block_n, full_first), last)
     return TileRange(first, full_first, full_last, last)

@@ -21,7 +21,7 @@ from .memory import (
     store_scalar,
 )
 from .rows import add_rows, copy_row, load_block, load_rows, store_block, store_rows, transpose
-from .simd import any_true, element_bytes, fma, panel_width, runtime, select, splat, total, vector_width
+from .simd import any_true, element_bytes, fma, panel_width, runtime, splat, total, vector_width
 
 
 @njit
@@ -124,12 +124,11 @@ def scale_vectors(lanes, address, count, scale):
 
 @njit
 def multiply_panel(lanes, panel, factors, first, last):
-    """panel[n][lane] *= factors[n][lane] for first <= n < last; 0 stays 0, whatever the factor."""
+    """panel[n][lane] *= factors[n][lane] for first <= n < last."""
     width, columns, size = vector_width(lanes), panel_width(lanes), element_bytes(lanes)
-    zero = splat(lanes, 0.0)
     for i in range(first * columns, last * columns, width):
-        x = load(lanes, panel + i * size)
-        store(lanes, panel + i * size, select(x == zero, zero, x * load(lanes, factors + i * size)))
+        at = panel + i * size
+        store(lanes, at, load(lanes, at) * load(lanes, factors + i * size))
 
 
 @njit

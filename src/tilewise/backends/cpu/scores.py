@@ -37,10 +37,11 @@ LARGEST_CAP_ARGUMENT = 60.0  # tanh is 1 in fp64 from 2^60 on; keeps exp2m1 fini
 def cap_pass(lanes, panel, k0, k1, cap, slope):
     """s = cap * tanh(x), the panel holding w = 2 log2(e) x; slope (if not 0) = 1 - tanh(x)^2.
 
-    With t = 2^|w| - 1, tanh = t / (t + 2) and 1 - tanh^2 = 4 (t + 1) / (t + 2)^2: accurate at both ends.
+    With t = 2^|w| - 1, tanh = t / (t + 2) and 1 - tanh^2 = 4 (t + 1) / (t + 2)^2: accurate at both ends. The slope of a NaN
+    is 0: at a masked entry it meets ds = 0, which must stay 0, and at a visible one ds is NaN already.
     """
     columns, size, width = panel_width(lanes), element_bytes(lanes), vector_width(lanes)
-    largest = splat(lanes, LARGEST_CAP_ARGUMENT)
+    largest, zero = splat(lanes, LARGEST_CAP_ARGUMENT), splat(lanes, 0.0)
     for i in range(k0 * columns, k1 * columns, width):
         w = load(lanes, panel + i * size)
         distance = absolute(w)
@@ -48,7 +49,7 @@ def cap_pass(lanes, panel, k0, k1, cap, slope):
         tanh = t / (t + 2.0)
         store(lanes, panel + i * size, copy_sign(tanh, w) * cap)
         if slope != 0:
-            store(lanes, slope + i * size, (t + 1.0) * 4.0 / ((t + 2.0) * (t + 2.0)))
+            store(lanes, slope + i * size, select(w == w, (t + 1.0) * 4.0 / ((t + 2.0) * (t + 2.0)), zero))
 
 
 @njit

@@ -1,0 +1,229 @@
+"""Lowering for GPUs: a bound spec becomes the structs that kernels read. No values are read from the device."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tilewise.block_mask import TileMap, element_mask, tile_map
+from tilewise.masks import Blocks, Causal, Chunk, IntervalMask, Prefix, Window
+from tilewise.predicates import drop_threshold
+from tilewise.sequences import RowBounds, Sequences, row_bounds, sequences
+from tilewise.spec import BoundSpec
+from tilewise.tiles import cdiv
+
+from .structs import Dropout, Elements, Interval, Lengths, Pattern, Scoring, Strided, Visit
+
+LOG2E = 1.0 / math.log(2.0)
+NO_KEY = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """One call without q, k and v."""
+
+    bound: BoundSpec
+    q_shape: torch.Size
+    k_shape: torch.Size
+    device: torch.device
+    lengths: Lengths
+    scoring: Scoring
+    B: int
+    H: int
+
+    @property
+    def varlen(self) -> bool:
+        return self.bound.spec.varlen
+
+    @property
+    def lse_shape(self) -> tuple[int, ...]:
+        return (self.H, self.q_shape[0]) if self.varlen else (self.B, self.H, self.q_shape[1])
+
+    @cached_property
+    def sinks(self) -> Tensor | None:
+        sinks = self.bound.sinks
+        return None if sinks is None else sinks.float().resolve_neg().contiguous()
+
+    @cached_property
+    def sequences(self) -> Sequences:
+        lengths = self.lengths
+        return sequences(self.bound, self.q_shape, self.k_shape, lengths.max_q, lengths.max_k, self.device)
+
+    @cached_property
+    def row_bounds(self) -> RowBounds:
+        return row_bounds(self.bound, self.sequences, self.q_shape[0])
+
+    @cached_property
+    def interval(self) -> Interval:
+        """Closed formulas where each kind of mask occurs in a form that kernels know, else bounds of every row."""
+        sides = _closed_formulas(self.bound.interval_masks)
+        if sides is not None:
+            return Interval(**sides)
+        return Interval(low=self.row_bounds.lo, high=self.row_bounds.hi, batch=self.row_bounds.stride)
+
+    @property
+    def lists_tiles(self) -> bool:
+        """Whether tiles to visit are listed in memory, not computed from the rows' intervals."""
+        return self.scoring.dense is not None or self.scoring.pattern is not None
+
+
+def lower(q: Tensor, k: Tensor, bound: BoundSpec, max_q: int, max_k: int) -> Lowered:
+    """The structs of one call; `q` and `k` give shapes and device."""
+    spec = bound.spec
+    varlen = spec.varlen
+    if varlen:
+        assert bound.cu_seqlens_q is not None
+        B, H, total_q, total_k = len(bound.cu_seqlens_q) - 1, q.shape[1], q.shape[0], k.shape[0]
+    else:
+        (B, max_q, H, _), max_k = q.shape, k.shape[1]
+        total_q, total_k = max_q, max_k
+    lengths = Lengths(
+        max_q, max_k, total_q, total_k, int(spec.align == "bottom_right"), bound.cu_seqlens_q, bound.cu_seqlens_k,
+        bound.seqused_q, bound.seqused_k,
+    )  # fmt: skip
+    return Lowered(bound, q.shape, k.shape, q.device, lengths, _scoring(bound, q.device, B, H, max_q, max_k), B, H)
+
+
+def strided(x: Tensor) -> Strided:
+    """Strides of (B, S, H, D) or packed (total, H, D)."""
+    *batch, row, head, _ = x.stride()
+    return Strided(x, batch[0] if batch else 0, row, head)
+
+
+def per_row(x: Tensor) -> Strided:
+    """Strides of one number per row: (B, H, S), or packed (H, total)."""
+    *batch, head, row = x.stride()
+    assert row == 1 or x.shape[-1] <= 1
+    return Strided(x, batch[0] if batch else 0, 1, head)
+
+
+def elements(x: Tensor, shape: tuple[int, ...]) -> Elements:
+    x = x.resolve_neg().expand(shape)
+    return Elements(x, *x.stride())
+
+
+def _closed_formulas(masks: list[IntervalMask]) -> dict[str, int] | None:
+    """The intersection of the masks as limits of `Interval`, or None where it has no such form."""
+    limits: dict[str, int] = {}
+
+    def at_most(name: str, value: int | None) -> None:
+        if value is not None:
+            limits[name] = min(value, limits.get(name, value))
+
+    for mask in masks:
+        if isinstance(mask, Causal):
+            at_most("right", 0)
+        elif isinstance(mask, Window):
+            at_most("left", mask.left)
+            at_most("right", mask.right)
+        elif isinstance(mask, Prefix) and isinstance(mask.length, int):
+            at_most("prefix", mask.length)
+        elif not isinstance(mask, Chunk) or limits.setdefault("chunk", mask.size) != mask.size:
+            return None
+    return limits
+
+
+def _scoring(bound: BoundSpec, device: torch.device, B: int, H: int, max_q: int, max_k: int) -> Scoring:
+    factor = bound.softmax_scale * LOG2E
+    shape = (B, H, max_q, max_k)
+    slopes = None if bound.alibi_slopes is None else bound.alibi_slopes.float().resolve_neg().expand(B, H).contiguous()
+    blocks = [mask for mask in bound.tile_masks if isinstance(mask, Blocks)]
+    dense = element_mask(bound.tile_masks)
+    pattern = None
+    if blocks:
+        tiles = tile_map(blocks, max_q, max_k)
+        entries = elements(tiles.any, (B, H, *tiles.any.shape[2:]))
+        pattern = Pattern(entries, tiles.block_m, tiles.block_n)
+    plain = bound.spec.softcap is None and slopes is None and bound.bias is None and factor > 0
+    return Scoring(
+        factor=factor if plain else 1.0,
+        scale=None if plain else factor,
+        cap=None if bound.spec.softcap is None else bound.spec.softcap * LOG2E,
+        slopes=slopes,
+        slopes_batch=None if slopes is None else H,
+        bias=None if bound.bias is None else elements(bound.bias, shape),
+        dense=None if dense is None else elements(dense, shape),
+        pattern=pattern,
+        dropout=_dropout(bound, device),
+    )
+
+
+def _dropout(bound: BoundSpec, device: torch.device) -> Dropout | None:
+    if bound.seed is None:
+        return None
+    p = bound.spec.dropout_p
+    return Dropout(drop_threshold(p), 1.0 / (1.0 - p), bound.seed.to(device))
+
+
+def visit(lowered: Lowered, block_m: int, block_n: int, transposed: bool = False) -> Visit | None:
+    """Tile lists for tiles of this size, where masks need them; `transposed`: for each key tile, its row tiles."""
+    if not lowered.lists_tiles and not (transposed and lowered.interval.low is not None):
+        return None
+    some, every = _classify(lowered, block_m, block_n)
+    if transposed:
+        some, every = some.transpose(2, 3), every.transpose(2, 3)
+    every = every & some
+    # Stable: first the partial tiles, then the full ones, each in ascending order.
+    order = torch.where(some, every.to(torch.uint8), 2).argsort(dim=3, stable=True).int().contiguous()
+    full = every.sum(3, dtype=torch.int32)
+    partial = some.sum(3, dtype=torch.int32) - full
+    b, h, rows, columns = some.shape
+    return Visit(
+        order, partial.contiguous(), full.contiguous(), h * rows if b > 1 else 0, rows if h > 1 else 0, columns
+    )
+
+
+def _classify(lowered: Lowered, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
+    """Per tile, whether some and whether every row-key pair is seen, bool (B or 1, H or 1, nq, nk)."""
+    lengths, bound = lowered.lengths, lowered.bound
+    some, every = _interval_tiles(lowered, block_m, block_n)
+    if bound.tile_masks:
+        tiles = tile_map(bound.tile_masks, lengths.max_q, lengths.max_k)
+        kept, whole = _resample(tiles, *some.shape[2:], block_m, block_n)
+        some, every = some & kept, every & whole
+    return some, every
+
+
+def _interval_tiles(lowered: Lowered, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
+    """The same for the interval masks and the lengths of the sequences."""
+    seqs, bounds = lowered.sequences, lowered.row_bounds
+    device = bounds.lo.device
+    nq, nk = cdiv(seqs.max_q, block_m), cdiv(seqs.max_k, block_n)
+    index = torch.arange(nq * block_m, device=device)
+    batches = seqs.batch if seqs.varlen or bounds.stride else min(1, seqs.batch)
+    first = torch.arange(batches, device=device)[:, None] * bounds.stride + seqs.q_start[:batches, None]
+    valid = index < seqs.q_len[:batches, None]
+    at = (first + index).clamp(max=max(len(bounds.lo) - 1, 0))
+    lo, hi = (x[at].reshape(batches, nq, block_m) for x in (bounds.lo, bounds.hi))
+    valid = valid.reshape(batches, nq, block_m)
+    seen = valid & (lo < hi)
+    low, high = torch.where(seen, lo, NO_KEY).amin(2), torch.where(seen, hi, 0).amax(2)
+    all_low, all_high = torch.where(valid, lo, 0).amax(2), torch.where(valid, hi, NO_KEY).amin(2)
+    start = torch.arange(nk, device=device) * block_n
+    some = (low[..., None] < start + block_n) & (high[..., None] > start)
+    every = (all_low[..., None] <= start) & (all_high[..., None] >= start + block_n) & valid.all(2)[..., None]
+    return some[:, None], every[:, None]
+
+
+def _resample(tiles: TileMap, nq: int, nk: int, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
+    """A tile map in tiles of another size: by sums over rectangles of the given one."""
+    found = []
+    for kept, some in ((tiles.any, True), (tiles.full, False)):
+        sums = F.pad(kept.int().cumsum(2).cumsum(3), (1, 0, 1, 0))
+        top, bottom = _covered(nq, block_m, tiles.block_m, kept.shape[2], kept.device)
+        left, right = _covered(nk, block_n, tiles.block_n, kept.shape[3], kept.device)
+        rows = sums[:, :, bottom] - sums[:, :, top]
+        inside = rows[..., right] - rows[..., left]
+        found.append(inside > 0 if some else inside == (bottom - top)[:, None] * (right - left))
+    return found[0], found[1]
+
+
+def _covered(count: int, size: int, given_size: int, given: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The range of given blocks that each of `count` blocks of another size touches."""
+    start = torch.arange(count, device=device) * size
+    return (start // given_size).clamp(max=given), cdiv(start + size, given_size).clamp(max=given)

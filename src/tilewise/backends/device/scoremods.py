@@ -1,0 +1,82 @@
+"""Score modifiers, element masks and dropout on one tile of scores, for forward and backward."""
+
+import triton
+import triton.language as tl
+
+from .portable import dropout_bits, dropout_row_keys, keep_interval
+from .softmax import LOG2E
+
+LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
+# tanh(x) = x + x^3 P(x^2) for |x| < 0.625, least maximum of the relative error (5e-9)
+_T0 = tl.constexpr(-0.33333282)
+_T1 = tl.constexpr(0.13331442)
+_T2 = tl.constexpr(-0.05373971)
+_T3 = tl.constexpr(0.02063909)
+_T4 = tl.constexpr(-0.00570499)
+
+
+@triton.jit
+def tanh(x):
+    """tanh, relatively accurate near 0, where a difference of exponentials would cancel."""
+    near = x * x
+    poly = x + x * near * (_T0 + near * (_T1 + near * (_T2 + near * (_T3 + near * _T4))))
+    size = tl.abs(x)
+    grown = tl.math.exp2(tl.minimum(size, 15.0) * (2.0 * LOG2E))  # tanh is 1 in fp32 from 9 on
+    far = 1.0 - 2.0 / (grown + 1.0)
+    return tl.where(size < 0.625, poly, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def _element_at(x, b, h, row, key):
+    base = x.data + tl.cast(b, tl.int64) * x.batch + tl.cast(h, tl.int64) * x.head
+    return base + tl.cast(row, tl.int64) * x.row + tl.cast(key, tl.int64) * x.key
+
+
+@triton.jit
+def scores(product, scoring, rows, key, k_len, MASKED: tl.constexpr):
+    """(scores in units of log2, d score / d product over scale): `product` = q k^T of `rows` and `key` (1, n) or transposed.
+
+    Where MASKED, what a row does not see is -inf.
+    """
+    b, h = rows.b, rows.h
+    index, m, lo, hi, valid = rows.index, rows.m, rows.lo, rows.hi, rows.valid
+    inside = valid & (key < k_len)
+    s = product
+    slope = 1.0
+    if scoring.scale is not None:
+        s = s * scoring.scale
+    if scoring.cap is not None:
+        t = tanh(s / scoring.cap)
+        s, slope = t * scoring.cap, 1.0 - t * t
+    if scoring.slopes is not None:
+        s -= tl.load(scoring.slopes + b * scoring.slopes_batch + h) * LOG2E * tl.abs(m - key).to(tl.float32)
+    if scoring.bias is not None:
+        bias = tl.load(_element_at(scoring.bias, b, h, index, key), mask=inside, other=0.0).to(tl.float32)
+        scaled = tl.maximum(bias * LOG2E, -LARGEST_FLOAT)  # finite stays finite: only -inf means "masked"
+        s += tl.where(bias == -float("inf"), bias, scaled)
+    if MASKED:
+        keep = keep_interval(key, lo, hi)
+        if scoring.dense is not None:
+            keep = keep & (tl.load(_element_at(scoring.dense, b, h, index, key), mask=inside, other=0) != 0)
+        if scoring.pattern is not None:
+            block_m, block_n = scoring.pattern.block_m, scoring.pattern.block_n
+            at = _element_at(scoring.pattern.entries, b, h, index // block_m, key // block_n)
+            keep = keep & (tl.load(at, mask=inside, other=0) != 0)
+        s = tl.where(keep, s, -float("inf"))
+    return s, slope
+
+
+@triton.jit
+def dropout_keys(dropout, b, h, row):
+    """The two keys of each row's random stream."""
+    first, second = dropout_row_keys(
+        tl.load(dropout.seed), tl.cast(b, tl.int64), tl.cast(h, tl.int64), tl.cast(row, tl.int64)
+    )
+    return first.to(tl.uint32), second.to(tl.uint32)
+
+
+@triton.jit
+def drop(p, dropout, rows, key):
+    """`p` without what dropout removes; the same elements on every backend for the same seed."""
+    bits = dropout_bits(rows.first_key, rows.second_key, tl.cast(key, tl.uint32))
+    return tl.where(bits >= tl.cast(dropout.threshold, tl.uint32), p, 0.0)

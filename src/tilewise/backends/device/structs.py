@@ -1,0 +1,117 @@
+"""What a kernel is told, in NamedTuples. A field that is None is absent: the code for it is not generated."""
+
+from typing import NamedTuple
+
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+
+class Strided(NamedTuple):
+    """A tensor of rows: element strides along batch (0 in packed layouts), row and head; elements of a row are dense."""
+
+    data: Tensor
+    batch: int
+    row: int
+    head: int
+
+
+class Lengths(NamedTuple):
+    """Where sequences lie. Dense layout: `max_q`, `max_k` are the lengths and `cu_*` are absent."""
+
+    max_q: int
+    max_k: int
+    total_q: int
+    total_k: int
+    aligned: int  # 1: bottom-right, m = row + k_len - q_len; 0: top-left, m = row
+    cu_q: Tensor | None = None
+    cu_k: Tensor | None = None
+    used_q: Tensor | None = None
+    used_k: Tensor | None = None
+
+
+class Interval(NamedTuple):
+    """All interval masks of a call: the row at position m sees keys from ``m - left`` to ``m + right`` and so on."""
+
+    left: int | None = None
+    right: int | None = None
+    prefix: int | None = None
+    chunk: int | None = None
+    low: Tensor | None = None  # of each row, int32, at `batch` * b + row (packed: + first row of the sequence)
+    high: Tensor | None = None
+    batch: int | None = None
+
+
+class Elements(NamedTuple):
+    """A (B, H, Sq, Sk) tensor, broadcast by strides of 0."""
+
+    data: Tensor
+    batch: int
+    head: int
+    row: int | None
+    key: int | None
+
+
+class Pattern(NamedTuple):
+    """A block-sparse pattern: entry (row // block_m, key // block_n)."""
+
+    entries: Elements
+    block_m: int
+    block_n: int
+
+
+class Dropout(NamedTuple):
+    threshold: int
+    scale: float
+    seed: Tensor  # int64 (1,)
+
+
+class Scoring(NamedTuple):
+    """From q.k to the scores that the softmax sees, in units of log2: cap tanh(scale q.k / cap) - slope |m - n| + bias.
+
+    Where nothing modifies the scores, `scale` is absent and the softmax takes the whole factor into its exponent.
+    """
+
+    factor: float
+    scale: float | None = None
+    cap: float | None = None
+    slopes: Tensor | None = None  # at slopes_batch * b + h
+    slopes_batch: int | None = None
+    bias: Elements | None = None
+    dense: Elements | None = None
+    pattern: Pattern | None = None
+    dropout: Dropout | None = None
+
+
+class Rows(NamedTuple):
+    """The query rows of a tile, inside a kernel: vectors along the tile, but for b and h."""
+
+    b: tl.tensor
+    h: tl.tensor
+    index: tl.tensor  # in the sequence
+    m: tl.tensor
+    valid: tl.tensor
+    lo: tl.tensor  # sees keys [lo, hi)
+    hi: tl.tensor
+    first_key: tl.tensor  # of dropout
+    second_key: tl.tensor
+
+
+class Keys(NamedTuple):
+    """The keys and values of one sequence and head, inside a kernel."""
+
+    k: tl.tensor  # address of the first row
+    v: tl.tensor
+    k_row: tl.tensor  # strides
+    v_row: tl.tensor
+    length: tl.tensor
+
+
+class Visit(NamedTuple):
+    """Tile lists: row i of (b, h) visits `partial` tiles that need masking, then `full` ones, listed in `tiles`."""
+
+    tiles: Tensor  # int32 (.., rows, columns)
+    partial: Tensor  # int32 (.., rows): how many
+    full: Tensor
+    batch: int  # strides of the counts, in rows
+    head: int
+    columns: int

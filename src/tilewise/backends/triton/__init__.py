@@ -1,0 +1,53 @@
+"""The portable GPU backend: Triton kernels for every GPU that Triton reaches, every feature."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tilewise.backends.base import Grads, Needs
+from tilewise.backends.device.lower import lower
+from tilewise.backends.triton.backward import backward
+from tilewise.backends.triton.forward import forward
+from tilewise.spec import BoundSpec
+
+
+def last_dim_dense(x: Tensor) -> Tensor:
+    """`x` with consecutive elements along its last dim: a copy only where they are not."""
+    x = x.resolve_neg()
+    return x if x.stride(-1) == 1 or x.size(-1) == 1 else x.contiguous()
+
+
+class TritonBackend:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, bound: BoundSpec, max_q: int, max_k: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = map(last_dim_dense, (q, k, v))
+        return forward(q, k, v, lower(q, k, bound, max_q, max_k))
+
+    def backward(
+        self,
+        do: Tensor | None,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        lse: Tensor,
+        bound: BoundSpec,
+        max_q: int,
+        max_k: int,
+        needs: Needs,
+    ) -> Grads:
+        q, k, v = map(last_dim_dense, (q, k, v))
+        do = None if do is None else last_dim_dense(do)
+        grads = backward(do, dlse, q, k, v, o, lse, lower(q, k, bound, max_q, max_k), needs)
+        return grads._replace(
+            dbias=_like(grads.dbias, bound.bias),
+            dslopes=_like(grads.dslopes, bound.alibi_slopes),
+            dsinks=_like(grads.dsinks, bound.sinks),
+        )
+
+
+def _like(grad: Tensor | None, tensor: Tensor | None) -> Tensor | None:
+    """A gradient in the shape and dtype of what the caller gave: summed over the dims along which it was broadcast."""
+    return None if grad is None or tensor is None else grad.sum_to_size(tensor.shape).to(tensor.dtype)

@@ -1,0 +1,452 @@
+"""The backward pass (FlashAttention-2, algorithm 2): scores recomputed from the saved logsumexp, no atomics.
+
+One kernel per thing that is summed: dk and dv by key tiles, dq (and the slopes' gradient) by row tiles, dbias by tiles
+of the bias. So every sum has one owner, and every run the same order.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tilewise.backends.base import Grads, Needs
+from tilewise.backends.device.lower import Lowered, per_row, strided, visit
+from tilewise.backends.device.rows import across, down, has_high, has_low, key_tiles, query_rows, row_tiles, tile_of
+from tilewise.backends.device.scoremods import drop, scores
+from tilewise.backends.device.seqinfo import extremes, load_rows, matrix, rows_at, sequence, store_rows
+from tilewise.backends.device.softmax import LOG2E
+from tilewise.backends.device.structs import Elements, Keys
+from tilewise.masks import as_4d
+from tilewise.tiles import cdiv
+
+from .configs import Config, options, padded, pick_dkdv, pick_dq, precision, tma
+from .scratch import provide_scratch
+
+DELTA_ROWS = 64  # of one program of `delta_kernel`
+
+
+@triton.jit(do_not_specialize=["lengths"])
+def delta_kernel(
+    o, do, dlse, delta, lengths, heads, tiles, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr
+):
+    """delta = rowsum(do * o) - dlse."""
+    place = tl.program_id(0)
+    i, h, b = place % tiles, place // tiles % heads, place // tiles // heads
+    q_start, q_len, _, _, _ = sequence(lengths, b)
+    if i * BLOCK_M >= q_len:
+        return
+    t, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
+    x = load_rows(rows_at(o, b, h, q_start), o.row, i * BLOCK_M, q_len, t, column, DV, False, True).to(tl.float32)
+    y = load_rows(rows_at(do, b, h, q_start), do.row, i * BLOCK_M, q_len, t, column, DV, False, True).to(tl.float32)
+    total = tl.sum(x * y, 1)
+    row = i * BLOCK_M + t
+    if dlse is not None:
+        total -= tl.load(rows_at(dlse, b, h, q_start) + tl.cast(row, tl.int64) * dlse.row, mask=row < q_len, other=0.0)
+    tl.store(rows_at(delta, b, h, q_start) + row, total, mask=row < q_len)
+
+
+@triton.jit
+def load_statistics(lse, delta, b, h, q_start, rows):
+    """(lse in units of log2, delta) of the rows; +inf where a row sees no key, which makes its p 0."""
+    row_lse = tl.load(rows_at(lse, b, h, q_start) + rows.index, mask=rows.valid, other=-float("inf"))
+    row_delta = tl.load(rows_at(delta, b, h, q_start) + rows.index, mask=rows.valid, other=0.0)
+    return tl.where(row_lse == -float("inf"), float("inf"), row_lse * LOG2E), row_delta
+
+
+@triton.jit
+def score_gradients(product, dp, scoring, rows, key, k_len, lse2, delta, MASKED: tl.constexpr):
+    """(p as it weighs the values, ds, d score / d product over scale), all shaped like `product`."""
+    s, slope = scores(product, scoring, rows, key, k_len, MASKED)
+    p = tl.math.exp2(s * scoring.factor - lse2)
+    weight = p
+    if scoring.dropout is not None:
+        weight = drop(p, scoring.dropout, rows, key) * scoring.dropout.scale
+        dp = tl.where(weight == 0.0, 0.0, dp * scoring.dropout.scale)
+    ds = p * (dp - delta)
+    if MASKED:
+        ds = tl.where(s == -float("inf"), 0.0, ds)  # dp of a masked key may be NaN
+    return weight, ds, slope
+
+
+@triton.jit
+def dq_sweep(
+    first, last, listed, visit, dq, dslope, q, do, keys, rows, scoring, lse2, delta, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    CLEAN: tl.constexpr,
+):  # fmt: skip
+    """Key tiles: dq += ds k, and the slopes' share of each row."""
+    for entry in tl.range(first, last):
+        j = tile_of(entry, listed, visit)
+        n = tl.arange(0, BLOCK_N)
+        key = (j * BLOCK_N + n)[None, :]
+        k = load_rows(keys.k, keys.k_row, j * BLOCK_N, keys.length, n, tl.arange(0, q.shape[1]), D, TMA, MASKED)
+        v = load_rows(keys.v, keys.v_row, j * BLOCK_N, keys.length, n, tl.arange(0, do.shape[1]), DV, TMA, MASKED)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+        _, ds, slope = score_gradients(s, dp, scoring, rows, key, keys.length, lse2, delta, MASKED)
+        if scoring.slopes is not None:
+            dslope -= tl.sum(ds * tl.abs(rows.m - key).to(tl.float32), 1)
+        if CLEAN:  # 0 times the NaN of a key that no row sees
+            k = tl.where(k * 0.0 == 0.0, k, 0.0).to(k.dtype)
+        dq = tl.dot((ds * slope).to(k.dtype), k, dq, input_precision=PRECISION)
+    return dq, dslope
+
+
+@triton.jit(do_not_specialize=["lengths", "interval"])
+def dq_kernel(
+    q, k, v, do, lse, delta, dq, dslopes, lengths, interval, scoring, visit, softmax_scale, heads, group, tiles,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """dq = scale ds k with ds = p (dp - delta), dp = do v^T, p = exp(s - lse)."""
+    place = tl.program_id(0)
+    i = tiles - 1 - place % tiles
+    h, b = place // tiles % heads, place // tiles // heads
+    q_start, q_len, k_start, k_len, shift = sequence(lengths, b)
+    if i * BLOCK_M >= q_len:
+        return
+    rows = query_rows(i, b, h, q_start, q_len, k_len, shift, interval, scoring, BLOCK_M)
+    t = tl.arange(0, BLOCK_M)
+    q_tile = load_rows(rows_at(q, b, h, q_start), q.row, i * BLOCK_M, q_len, t, tl.arange(0, BLOCK_D), D, False, True)
+    do_tile = load_rows(
+        rows_at(do, b, h, q_start), do.row, i * BLOCK_M, q_len, t, tl.arange(0, BLOCK_DV), DV, False, True
+    )
+    lse2, row_delta = load_statistics(lse, delta, b, h, q_start, rows)
+    hkv = h // group
+    keys = Keys(
+        matrix(k, b, hkv, k_start, k_len, D, BLOCK_N, BLOCK_D, TMA),
+        matrix(v, b, hkv, k_start, k_len, DV, BLOCK_N, BLOCK_DV, TMA), k.row, v.row, k_len,
+    )  # fmt: skip
+    first, full_first, full_last, last, listed = key_tiles(rows, visit, i, BLOCK_N)
+    acc, dslope = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M], tl.float32)
+    if has_low(interval, visit):
+        acc, dslope = dq_sweep(
+            first, full_first, listed, visit, acc, dslope, q_tile, do_tile, keys, down(rows), scoring, lse2[:, None],
+            row_delta[:, None], D, DV, BLOCK_N, PRECISION, TMA, True, False,
+        )  # fmt: skip
+    acc, dslope = dq_sweep(
+        full_first, full_last, listed, visit, acc, dslope, q_tile, do_tile, keys, down(rows), scoring, lse2[:, None],
+        row_delta[:, None], D, DV, BLOCK_N, PRECISION, TMA, False, False,
+    )  # fmt: skip
+    if visit is None:
+        acc, dslope = dq_sweep(
+            full_last, last, listed, visit, acc, dslope, q_tile, do_tile, keys, down(rows), scoring, lse2[:, None],
+            row_delta[:, None], D, DV, BLOCK_N, PRECISION, TMA, True, False,
+        )  # fmt: skip
+    if tl.max(tl.max(tl.where(acc * 0.0 == 0.0, 0, 1), 1), 0) > 0:
+        acc, dslope = dq_sweep(
+            first, last, listed, visit, tl.zeros_like(acc), tl.zeros_like(dslope), q_tile, do_tile, keys, down(rows),
+            scoring, lse2[:, None], row_delta[:, None], D, DV, BLOCK_N, PRECISION, TMA, True, True,
+        )  # fmt: skip
+    if dq is not None:
+        target = rows_at(dq, b, h, q_start)
+        store_rows(target, dq.row, acc * softmax_scale, rows.index, tl.arange(0, BLOCK_D), rows.valid, D)
+    if dslopes is not None:
+        tl.store(dslopes + place, tl.sum(dslope, 0))
+
+
+@triton.jit
+def dkdv_sweep(
+    first, last, listed, visit, dk_sum, dv_sum, dk, dv, k, v, q, do, lse, delta, b, h, j, q_start, q_len, k_len, shift,
+    interval, scoring,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    CLEAN: tl.constexpr,
+):  # fmt: skip
+    """Row tiles of one head: dv += p^T do, dk += ds^T q."""
+    BLOCK_N: tl.constexpr = k.shape[0]
+    queries = matrix(q, b, h, q_start, q_len, D, BLOCK_M, k.shape[1], TMA)
+    upstream = matrix(do, b, h, q_start, q_len, DV, BLOCK_M, v.shape[1], TMA)
+    key = (j * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+    for entry in tl.range(first, last):
+        i = tile_of(entry, listed, visit)
+        t = tl.arange(0, BLOCK_M)
+        rows = query_rows(i, b, h, q_start, q_len, k_len, shift, interval, scoring, BLOCK_M)
+        lse2, row_delta = load_statistics(lse, delta, b, h, q_start, rows)
+        q_tile = load_rows(queries, q.row, i * BLOCK_M, q_len, t, tl.arange(0, k.shape[1]), D, TMA, MASKED)
+        do_tile = load_rows(upstream, do.row, i * BLOCK_M, q_len, t, tl.arange(0, v.shape[1]), DV, TMA, MASKED)
+        if CLEAN:  # 0 times the NaN of a row that sees no key
+            sees = (lse2 < float("inf"))[:, None]
+            q_tile, do_tile = tl.where(sees, q_tile, 0.0).to(k.dtype), tl.where(sees, do_tile, 0.0).to(k.dtype)
+        s = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
+        dp = s
+        if dk is not None:
+            dp = tl.dot(v, tl.trans(do_tile), input_precision=PRECISION)
+        weight, ds, slope = score_gradients(
+            s, dp, scoring, across(rows), key, k_len, lse2[None, :], row_delta[None, :], MASKED
+        )
+        if dv is not None:
+            dv_sum = tl.dot(weight.to(do_tile.dtype), do_tile, dv_sum, input_precision=PRECISION)
+        if dk is not None:
+            dk_sum = tl.dot((ds * slope).to(q_tile.dtype), q_tile, dk_sum, input_precision=PRECISION)
+    return dk_sum, dv_sum
+
+
+@triton.jit(do_not_specialize=["lengths", "interval"])
+def dkdv_kernel(
+    q, k, v, do, lse, delta, dk, dv, lengths, interval, scoring, visit, softmax_scale, heads_kv, group, tiles,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    """dv = p^T do, dk = scale ds^T q, summed over the query heads of the group in fp32."""
+    place = tl.program_id(0)
+    j, hkv, b = place % tiles, place // tiles % heads_kv, place // tiles // heads_kv
+    q_start, q_len, k_start, k_len, shift = sequence(lengths, b)
+    if j * BLOCK_N >= k_len:
+        return
+    n = tl.arange(0, BLOCK_N)
+    key = j * BLOCK_N + n
+    k_tile = load_rows(rows_at(k, b, hkv, k_start), k.row, j * BLOCK_N, k_len, n, tl.arange(0, BLOCK_D), D, False, True)
+    v_tile = load_rows(
+        rows_at(v, b, hkv, k_start), v.row, j * BLOCK_N, k_len, n, tl.arange(0, BLOCK_DV), DV, False, True
+    )
+    dk_sum, dv_sum = 0.0, 0.0  # of what is not asked for
+    if dk is not None:
+        dk_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    if dv is not None:
+        dv_sum = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    for h in range(hkv * group, (hkv + 1) * group):
+        first, full_first, full_last, last, listed = row_tiles(
+            key, b, h, j, q_len, k_len, shift, interval, visit, BLOCK_M
+        )
+        if has_high(interval, visit):
+            dk_sum, dv_sum = dkdv_sweep(
+                first, full_first, listed, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, lse, delta, b, h, j,
+                q_start, q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, TMA, True, False,
+            )  # fmt: skip
+        dk_sum, dv_sum = dkdv_sweep(
+            full_first, full_last, listed, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, lse, delta, b, h, j,
+            q_start, q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, TMA, False, False,
+        )  # fmt: skip
+        if visit is None:
+            dk_sum, dv_sum = dkdv_sweep(
+                full_last, last, listed, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, lse, delta, b, h, j,
+                q_start, q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, TMA, True, False,
+            )  # fmt: skip
+    broken = 0
+    if dk is not None:
+        broken += tl.max(tl.max(tl.where(dk_sum * 0.0 == 0.0, 0, 1), 1), 0)
+    if dv is not None:
+        broken += tl.max(tl.max(tl.where(dv_sum * 0.0 == 0.0, 0, 1), 1), 0)
+    if broken > 0:
+        dk_sum, dv_sum = dk_sum * 0.0, dv_sum * 0.0
+        if dk is not None:
+            dk_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        if dv is not None:
+            dv_sum = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+        for h in range(hkv * group, (hkv + 1) * group):
+            first, full_first, full_last, last, listed = row_tiles(
+                key, b, h, j, q_len, k_len, shift, interval, visit, BLOCK_M
+            )
+            dk_sum, dv_sum = dkdv_sweep(
+                first, last, listed, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, lse, delta, b, h, j,
+                q_start, q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, TMA, True, True,
+            )  # fmt: skip
+    valid = key < k_len
+    if dk is not None:
+        target = rows_at(dk, b, hkv, k_start)
+        store_rows(target, dk.row, dk_sum * softmax_scale, key, tl.arange(0, BLOCK_D), valid, D)
+    if dv is not None:
+        store_rows(rows_at(dv, b, hkv, k_start), dv.row, dv_sum, key, tl.arange(0, BLOCK_DV), valid, DV)
+
+
+@triton.jit
+def tile_ds(
+    i, j, b, h, q, k, v, do, lse, delta, lengths, interval, scoring, group, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """ds of one tile, 0 where nothing is seen."""
+    q_start, q_len, k_start, k_len, shift = sequence(lengths, b)
+    rows = query_rows(i, b, h, q_start, q_len, k_len, shift, interval, scoring, BLOCK_M)
+    ds = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    lowest, _, _, highest = extremes(rows.lo, rows.hi, rows.valid)
+    if (lowest < (j + 1) * BLOCK_N) & (highest > j * BLOCK_N):
+        t, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+        lse2, row_delta = load_statistics(lse, delta, b, h, q_start, rows)
+        hkv = h // group
+        column, value_column = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
+        q_tile = load_rows(rows_at(q, b, h, q_start), q.row, i * BLOCK_M, q_len, t, column, D, False, True)
+        do_tile = load_rows(rows_at(do, b, h, q_start), do.row, i * BLOCK_M, q_len, t, value_column, DV, False, True)
+        k_tile = load_rows(rows_at(k, b, hkv, k_start), k.row, j * BLOCK_N, k_len, n, column, D, False, True)
+        v_tile = load_rows(rows_at(v, b, hkv, k_start), v.row, j * BLOCK_N, k_len, n, value_column, DV, False, True)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+        key = (j * BLOCK_N + n)[None, :]
+        _, ds, _ = score_gradients(s, dp, scoring, down(rows), key, k_len, lse2[:, None], row_delta[:, None], True)
+    return ds
+
+
+@triton.jit(do_not_specialize=["lengths", "interval"])
+def dbias_kernel(
+    q, k, v, do, lse, delta, dbias, owners, sums, lengths, interval, scoring, group, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dbias = ds summed over what the bias is broadcast along: one program per piece of the result.
+
+    `owners` are the grid's sizes and `sums` the numbers of (batches, heads, row tiles, key tiles) that a program adds up.
+    """
+    place = tl.program_id(0)
+    j0, i0 = place % owners.keys, place // owners.keys % owners.rows
+    h0, b0 = place // owners.keys // owners.rows % owners.heads, place // owners.keys // owners.rows // owners.heads
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for at in range(sums.batches * sums.heads * sums.rows * sums.keys):
+        j, i = j0 + at % sums.keys, i0 + at // sums.keys % sums.rows
+        rest = at // sums.keys // sums.rows
+        h, b = h0 + rest % sums.heads, b0 + rest // sums.heads
+        total += tile_ds(
+            i, j, b, h, q, k, v, do, lse, delta, lengths, interval, scoring, group, D, DV, BLOCK_M, BLOCK_N, BLOCK_D,
+            BLOCK_DV, PRECISION,
+        )  # fmt: skip
+    row, key = i0 * BLOCK_M + tl.arange(0, BLOCK_M), j0 * BLOCK_N + tl.arange(0, BLOCK_N)
+    base = dbias.data + tl.cast(b0, tl.int64) * dbias.batch + tl.cast(h0, tl.int64) * dbias.head
+    if dbias.row is None and dbias.key is None:
+        tl.store(base + i0, tl.sum(tl.sum(total, 1), 0))
+    elif dbias.row is None:
+        tl.store(base + key * dbias.key, tl.sum(total, 0), mask=key < lengths.max_k)
+    elif dbias.key is None:
+        tl.store(base + row * dbias.row, tl.sum(total, 1), mask=row < lengths.max_q)
+    else:
+        inside = (row < lengths.max_q)[:, None] & (key < lengths.max_k)[None, :]
+        tl.store(base + tl.cast(row, tl.int64)[:, None] * dbias.row + key[None, :] * dbias.key, total, mask=inside)
+
+
+def backward(
+    do: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, call: Lowered,
+    needs: Needs, dq_config: Config | None = None, dkdv_configs: tuple[Config, Config] | None = None,
+) -> Grads:  # fmt: skip
+    """Run the backward kernels: shapes as in `forward`, `do` like o and `dlse` like lse, absent where they are zero."""
+    dim = max(q.shape[-1], v.shape[-1])
+    by_rows, by_keys = dq_config or pick_dq(dim, q.dtype), dkdv_configs or pick_dkdv(dim, q.dtype)
+    do = torch.zeros_like(o) if do is None else do
+    # Rows between packed sequences belong to no program.
+    new = torch.zeros_like if call.varlen else torch.empty_like
+    delta = new(lse)
+    dq, dk, dv = (
+        new(x, memory_format=torch.contiguous_format) if needed else None
+        for x, needed in ((q, needs.dq), (k, needs.dk), (v, needs.dv))
+    )
+    row_tiles = cdiv(call.lengths.max_q, by_rows.block_m)
+    dslopes = lse.new_zeros((call.B, call.H, row_tiles)) if needs.dslopes else None
+    provide_scratch()
+    launch = _Launch(q, k, v, do, lse, delta, call)
+    if call.B * call.lengths.max_q:
+        launch.delta(o, dlse)
+        if needs.dq or needs.dslopes:
+            launch.dq(dq, dslopes, by_rows)
+    if call.B * call.lengths.max_k:
+        of_dk, of_dv = by_keys
+        if of_dk == of_dv and (needs.dk or needs.dv):
+            launch.dkdv(dk, dv, of_dk)
+        else:
+            if needs.dk:
+                launch.dkdv(dk, None, of_dk)
+            if needs.dv:
+                launch.dkdv(None, dv, of_dv)
+    return Grads(
+        dq, dk, dv, launch.dbias(by_rows) if needs.dbias else None,
+        None if dslopes is None else dslopes.sum(2), _sink_gradient(call.sinks, lse, delta) if needs.dsinks else None,
+    )  # fmt: skip
+
+
+def _sink_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
+    """d loss / d sink = -sum over rows of p_sink delta, with p_sink = exp(sink - lse)."""
+    assert sinks is not None
+    p = torch.where(lse == -torch.inf, 0.0, torch.exp(sinks[:, None] - lse))
+    share = -(p * delta).sum(-1)
+    return share if share.dim() == 1 else share.sum(0)
+
+
+class Owners(NamedTuple):
+    """Sizes along batch, head, row tile and key tile."""
+
+    batches: int
+    heads: int
+    rows: int
+    keys: int
+
+
+@dataclass(frozen=True)
+class _Launch:
+    """The kernels of one backward call, each with what they share."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    lse: Tensor
+    delta_rows: Tensor
+    call: Lowered
+
+    def _inputs(self) -> tuple:
+        return (*map(strided, (self.q, self.k, self.v, self.do)), per_row(self.lse), per_row(self.delta_rows))
+
+    def _shape(self, config: Config) -> tuple:
+        D, DV = self.q.shape[-1], self.v.shape[-1]
+        return D, DV, config.block_m, config.block_n, padded(D), padded(DV), precision(self.q.dtype)
+
+    @property
+    def _group(self) -> int:
+        return self.call.H // self.k.shape[-2]
+
+    def delta(self, o: Tensor, dlse: Tensor | None) -> None:
+        call, DV = self.call, self.v.shape[-1]
+        tiles = cdiv(call.lengths.max_q, DELTA_ROWS)
+        delta_kernel[(tiles * call.H * call.B,)](
+            strided(o), strided(self.do), None if dlse is None else per_row(dlse), per_row(self.delta_rows), call.lengths,
+            call.H, tiles, DV, DELTA_ROWS, padded(DV), num_warps=4,
+        )  # fmt: skip
+
+    def dq(self, dq: Tensor | None, dslopes: Tensor | None, config: Config) -> None:
+        call = self.call
+        tiles = cdiv(call.lengths.max_q, config.block_m)
+        listed = visit(call, config.block_m, config.block_n)
+        dq_kernel[(tiles * call.H * call.B,)](
+            *self._inputs(), None if dq is None else strided(dq), dslopes, call.lengths, call.interval, call.scoring,
+            listed, call.bound.softmax_scale, call.H, self._group, tiles, *self._shape(config), tma(self.k, self.v),
+            **options(config),
+        )  # fmt: skip
+
+    def dkdv(self, dk: Tensor | None, dv: Tensor | None, config: Config) -> None:
+        call, heads_kv = self.call, self.k.shape[-2]
+        tiles = cdiv(call.lengths.max_k, config.block_n)
+        listed = visit(call, config.block_m, config.block_n, transposed=True)
+        dkdv_kernel[(tiles * heads_kv * call.B,)](
+            *self._inputs(), *(None if x is None else strided(x) for x in (dk, dv)), call.lengths, call.interval,
+            call.scoring, listed, call.bound.softmax_scale, heads_kv, self._group, tiles,
+            *self._shape(config), tma(self.q, self.do),
+            **options(config),
+        )  # fmt: skip
+
+    def dbias(self, config: Config) -> Tensor:
+        """The gradient of the bias in its own shape, padded to four dims."""
+        call, bias = self.call, self.call.bound.bias
+        assert bias is not None
+        shape = as_4d(bias).shape
+        tiles = Owners(
+            call.B, call.H, cdiv(call.lengths.max_q, config.block_m), cdiv(call.lengths.max_k, config.block_n)
+        )
+        per_batch, per_head, per_row_, per_key = (size > 1 for size in shape)
+        # A sum over rows and keys is cut by row tiles, for enough programs.
+        owners = Owners(
+            tiles.batches if per_batch else 1, tiles.heads if per_head else 1,
+            tiles.rows if per_row_ or not per_key else 1, tiles.keys if per_key else 1,
+        )  # fmt: skip
+        sums = Owners(*(t if own == 1 else 1 for t, own in zip(tiles, owners, strict=True)))
+        rows = shape[2] if per_row_ or per_key else owners.rows
+        out = self.lse.new_zeros((shape[0], shape[1], rows, shape[3]))
+        if min(tiles) > 0:
+            target = Elements(
+                out,
+                out.stride(0),
+                out.stride(1),
+                out.stride(2) if per_row_ else None,
+                out.stride(3) if per_key else None,
+            )
+            dbias_kernel[(math.prod(owners),)](
+                *self._inputs(), target, owners, sums, call.lengths, call.interval, call.scoring, self._group,
+                *self._shape(config), **options(config),
+            )  # fmt: skip
+        return out if rows == shape[2] else out.sum(2, keepdim=True)

@@ -1,0 +1,104 @@
+"""Tile sizes of the Triton kernels: ordered rules, each with what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton  # pyright: ignore[reportMissingImports]
+
+
+@dataclass(frozen=True)
+class Config:
+    """Rows and keys of a tile, and how Triton compiles the kernel."""
+
+    block_m: int
+    block_n: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def __post_init__(self):
+        for name, value in (("block_m", self.block_m), ("block_n", self.block_n), ("num_warps", self.num_warps)):
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"{name} must be a power of two, not {value}")
+        if self.block_m < 16 or self.block_n < 16:
+            raise ValueError(f"tiles have at least 16 rows and keys, not {self.block_m} x {self.block_n}")
+
+
+def options(config: Config) -> dict[str, int]:
+    """What Triton's launcher is told."""
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages}
+
+
+def padded(dim: int) -> int:
+    """Columns of a tile that holds a head dim: matrix units take powers of two from 16 on."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def precision(dtype: torch.dtype) -> str:
+    """How products are computed. float32: as sums of six bfloat16 products, float32's accuracy from matrix units.
+
+    TF32 where the user allows PyTorch that for its own products. Triton's interpreter knows exact ones only.
+    """
+    if dtype != torch.float32 or triton.knobs.runtime.interpret:
+        return "ieee"
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "bf16x6"
+
+
+def tma(*tensors: torch.Tensor) -> bool:
+    """Whether tiles of all these tensors can be loaded through tensor descriptors: rows aligned to 16 bytes."""
+    return all(
+        x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
+        for x in tensors
+    )
+
+
+# Measured on one NVIDIA H200, 2026-11-30, bf16, 16,384 tokens, hidden size 2048, causal / full at 16K tokens; TFLOP/s.
+# Tensor descriptors (TMA) for keys in the forward pass and dq, for rows in dk and dv.
+
+
+def pick_forward(dim: int, dtype: torch.dtype) -> Config:
+    """For the larger of the two head dims."""
+    if dtype == torch.float32:
+        return Config(64, 32, 4, 2) if dim <= 128 else Config(32, 16, 4, 1)
+    if dim <= 64:
+        return Config(64, 128, 4, 3)  # 425 / 436; (128, 64, 4, 3) 397 / 429, at 4K causal 345 against 321
+    if dim <= 128:
+        return Config(64, 64, 4, 3)  # 515 / 513: two programs share a multiprocessor; (128, 128, 8, 3) 490 / 485
+    if dim <= 256:
+        return Config(128, 64, 8, 2)  # 510 / 511; (128, 32, 8, 3) 446 / 439
+    return Config(64, 32, 8, 1)
+
+
+def pick_dkdv(dim: int, dtype: torch.dtype) -> tuple[Config, Config]:
+    """Of dk and of dv, for the larger of the two head dims: where both are equal, one kernel computes both.
+
+    The kernel owns `block_n` keys and walks tiles of `block_m` rows. Beyond 128 columns one kernel cannot hold both
+    sums in registers: computing p twice costs less than spilling them.
+    """
+    if dtype == torch.float32:
+        config = Config(32, 64, 4, 1) if dim <= 64 else Config(32, 32, 4, 1) if dim <= 128 else Config(16, 16, 4, 1)
+        return config, config
+    if dim <= 64:
+        config = Config(32, 128, 4, 3)  # 430 / 486; (64, 64, 4, 3) 401 / 458
+        return config, config
+    if dim <= 128:
+        config = Config(64, 64, 4, 2)  # 479 / 592; (32, 64, 4, 3) 494 / 536
+        return config, config
+    if dim <= 256:
+        return Config(32, 128, 8, 2), Config(64, 128, 8, 2)
+    config = Config(16, 32, 8, 1)
+    return config, config
+
+
+def pick_dq(dim: int, dtype: torch.dtype) -> Config:
+    """For the larger of the two head dims; the kernel owns `block_m` rows and walks tiles of `block_n` keys."""
+    if dtype == torch.float32:
+        return Config(64, 32, 4, 1) if dim <= 128 else Config(16, 16, 4, 1)
+    if dim <= 64:
+        return Config(128, 64, 4, 3)  # 628 / 665
+    if dim <= 128:
+        return Config(128, 64, 8, 3)  # 667 / 675
+    if dim <= 256:
+        return Config(128, 32, 8, 3)  # 617 / 620
+    return Config(16, 32, 8, 1)
