@@ -1,5 +1,8 @@
 """AMX: each micro-kernel and each layout against torch; see test_cpu_kernels for whole passes."""
 
+# Numba passes the first argument of intrinsics itself.
+# pyright: reportCallIssue=false
+
 import math
 
 import numpy as np
