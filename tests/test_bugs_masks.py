@@ -128,9 +128,11 @@ def test_B17_block_diagonal_is_separate_calls():
     for s in spans:
         mask[s, s] = True
     expected = torch.cat([attention(q[:, s], k[:, s], v[:, s]) for s in spans], 1)
-    torch.testing.assert_close(attention(q, k, v, mask=mask), expected)
+    # Probabilities are rounded relative to the largest score so far, which depends on where tiles begin.
+    rounding = {"rtol": 0.0, "atol": torch.finfo(torch.bfloat16).eps * v.abs().max().item()}
+    torch.testing.assert_close(attention(q, k, v, mask=mask), expected, **rounding)
     document = Document.from_cu_seqlens(torch.tensor(edges))
-    torch.testing.assert_close(attention(q, k, v, mask=document), expected)
+    torch.testing.assert_close(attention(q, k, v, mask=document), expected, **rounding)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

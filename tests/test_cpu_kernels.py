@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from cpu_cases import CASES, F32, F64, Case, make_inputs
+from cpu_cases import BF16, CASES, F32, F64, Case, make_inputs
 from cpu_oracle import assert_close, run_kernels, run_oracle
 from torch import Tensor
 
@@ -39,8 +39,9 @@ def without_masked(case: Case, poison: float) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("D", [40, 37])
-def test_unseen_keys_do_not_leak(poison, D):
-    case = Case(Sq=150, Sk=150, D=D, Dv=D, window=(None, 0))
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_unseen_keys_do_not_leak(dtype, poison, D):
+    case = Case(Sq=150, Sk=150, D=D, Dv=D, window=(None, 0), dtype=dtype)
     clean, poisoned = without_masked(case, 0.0), without_masked(case, poison)
     for name in clean:
         assert torch.equal(clean[name], poisoned[name]), name
@@ -48,8 +49,9 @@ def test_unseen_keys_do_not_leak(poison, D):
 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("where", ["k", "v", "bias"])
-def test_a_bad_key_reaches_only_rows_that_see_it(where, softcap):
-    case, key = Case(Sq=150, Sk=150, window=(20, 0), bias="mn", softcap=softcap), 77
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_bad_key_reaches_only_rows_that_see_it(dtype, where, softcap):
+    case, key = Case(Sq=150, Sk=150, window=(20, 0), bias="mn", softcap=softcap, dtype=dtype), 77
     clean, bad = make_inputs(case), make_inputs(case)
     if where == "bias":
         bad.leaves["bias"][:, :, :, key] = math.nan

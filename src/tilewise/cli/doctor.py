@@ -99,13 +99,13 @@ def _gpu() -> Finding:
 
 
 def _processor() -> Finding:
-    from tilewise.backends.cpu.host import vector_bytes  # noqa: PLC0415  numba: other commands do without
+    from tilewise.backends.cpu import amx  # noqa: PLC0415  numba: other commands do without
+    from tilewise.backends.cpu.host import vector_bytes  # noqa: PLC0415  the same
 
-    threads = torch.get_num_threads()
-    text = (
-        f"{cpu_name()}, {8 * vector_bytes()}-bit vectors, {threads} thread{'s'[: threads > 1]} (torch.set_num_threads)"
-    )
-    return Finding("good", "processor", text, {"vector_bits": 8 * vector_bytes(), "threads": threads})
+    data = {"vector_bits": 8 * vector_bytes(), "amx": amx.usable(), "threads": torch.get_num_threads()}
+    units = f"{data['vector_bits']}-bit vectors{', AMX for bfloat16' if data['amx'] else ''}"
+    threads = f"{data['threads']} thread{'s'[: data['threads'] > 1]} (torch.set_num_threads)"
+    return Finding("good", "processor", f"{cpu_name()}, {units}, {threads}", data)
 
 
 def _cache() -> Finding:

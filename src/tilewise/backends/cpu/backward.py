@@ -16,8 +16,8 @@ from tilewise.backends.base import Grads, Needs
 
 from .blocks import K_LEN, K_START, Q_LEN, SEQ_COLUMNS, bind_scratch, block_rows, set_block, tile_entries, tile_entry
 from .configs import BwdConfig
-from .gradients import backward_tile, delta_pass, set_gradient_lane
-from .host import host_lanes
+from .gradients import backward_tile, set_gradient_lane
+from .host import call_lanes
 from .key_tiles import forget_tiles, tile_sizes, tile_slots, tiles_between
 from .launch import (
     FORMATS,
@@ -33,9 +33,10 @@ from .launch import (
     thread_count,
 )
 from .memory import get_i64, get_real, put_real, record_at, take_ticket
-from .panels import fill_vectors, pack_query_panel, pack_tile, scale_vectors, scatter_panel, unpack_tile
+from .panels import fill_vectors, scale_vectors, scatter_panel, unpack_tile
 from .plan import Plan
-from .simd import Lanes, element_bytes, inlined, panel_width
+from .products import delta_pass, end_products, pack_query_panel, pack_rows, start_products
+from .simd import Lanes, element_bytes, inlined, operand_bytes, panel_width
 from .structs import BACKWARD_ARGS
 
 BALANCED = 0.85  # share of the threads' time that is work, at least, when the keys are cut into chunks
@@ -49,14 +50,14 @@ def pack_block(lanes, a, s, panels):
     columns, size = panel_width(lanes), element_bytes(lanes)
     rows = panels * columns
     for p in range(panels):
-        lane, values = p * columns, a.value_dim_padded * size
-        query, gradient = s.q_t + lane * a.dim_padded * size, s.do_t + lane * values
+        lane, operand = p * columns, p * columns * operand_bytes(lanes)
+        query, gradient = s.q_t + operand * a.dim_padded, s.do_t + operand * a.value_dim_padded
         pack_query_panel(lanes, query, s.lane_q + lane * 8, a.code, a.dim, a.dim_padded, a.query_scale)
         pack_query_panel(lanes, gradient, s.lane_do + lane * 8, a.code, a.value_dim, a.value_dim_padded, 1.0)
         pack_query_panel(lanes, s.o_t, s.lane_o + lane * 8, a.code, a.value_dim, a.value_dim_padded, 1.0)
         delta_pass(lanes, gradient, s.o_t, a.value_dim, s.lane_delta + lane * size)
-    pack_tile(lanes, s.q, a.block_m, s.lane_q, rows, rows, a.code, a.dim, a.dim_padded)
-    pack_tile(lanes, s.do, a.block_m, s.lane_do, rows, rows, a.code, a.value_dim, a.value_dim_padded)
+    pack_rows(lanes, s.q, a.block_m, s.lane_q, rows, a.code, a.dim, a.dim_padded)
+    pack_rows(lanes, s.do, a.block_m, s.lane_do, rows, a.code, a.value_dim, a.value_dim_padded)
 
 
 @inlined
@@ -143,6 +144,7 @@ def backward_kernel(lanes: Lanes):
         a = record_at(address, BACKWARD_ARGS)
         s = bind_scratch(a, take_ticket(address + 8))
         forget_tiles(a, s)
+        start_products(lanes)
         job = take_ticket(address)
         while job < a.jobs:
             group, chunk = job // a.chunks, job % a.chunks
@@ -151,23 +153,35 @@ def backward_kernel(lanes: Lanes):
                 head_kv = group % a.groups_h * a.member_heads + member % a.member_heads
                 backward_chunk(lanes, a, s, b, head_kv, chunk)
             job = take_ticket(address)
+        end_products(lanes)
 
-    return compile_kernel(kernel, f"fp{lanes.bits} backward")
+    return compile_kernel(kernel, f"{lanes.name} backward")
+
+
+def weight_sizes(lanes: Lanes, panels: int, block_n: int) -> dict[str, int]:
+    """Bytes of P^T and dS^T of a block against a key tile: of all panels, or of one and all of them rounded."""
+    panel = block_n * lanes.panel
+    if lanes.products == "fma":
+        return dict.fromkeys(("score", "grad"), panels * panel * lanes.bits // 8)
+    rounded = panels * panel * lanes.operand_bytes
+    sizes = {"score": panel * lanes.bits // 8, "grad": panel * lanes.bits // 8}
+    return sizes | {"p_rows": rounded, "ds_rows": rounded, "ds_pairs": rounded}
 
 
 @functools.lru_cache(256)
 def backward_layout(lanes: Lanes, block_m: int, block_n: int, dim: int, value_dim: int, chunk_rows: int, slots: int):
     """Scratch of one backward thread."""
-    real, panel = lanes.bits // 8, block_n * lanes.panel * (lanes.bits // 8)
-    panels = block_m // lanes.panel
+    real, operand = lanes.bits // 8, lanes.operand_bytes
+    tiles = tile_sizes(lanes, slots, block_n, dim, value_dim)
     return ScratchLayout(
         lane_sizes(lanes, block_m)
-        | tile_sizes(slots, block_n, dim * real, value_dim * real)
-        | dict.fromkeys(("score", "grad"), panels * panel)
-        | dict.fromkeys(("extra", "slope"), panel)
-        | {"o_t": lanes.panel * value_dim * real}
-        | dict.fromkeys(("q_t", "q", "dq_t"), block_m * dim * real)
-        | dict.fromkeys(("do_t", "do"), block_m * value_dim * real)
+        | tiles
+        | {"k_t_slots": tiles["k_slots"] if lanes.products == "amx" else 0}
+        | weight_sizes(lanes, block_m // lanes.panel, block_n)
+        | dict.fromkeys(("extra", "slope"), block_n * lanes.panel * real)
+        | {"o_t": lanes.panel * value_dim * operand, "dq_t": block_m * dim * real}
+        | dict.fromkeys(("q_t", "q"), block_m * dim * operand)
+        | dict.fromkeys(("do_t", "do"), block_m * value_dim * operand)
         | {"k_bad": 8 * block_n, "trash": max(dim, value_dim) * 8}
         | {"dk": chunk_rows * dim * real, "dv": chunk_rows * value_dim * real}
     )
@@ -284,7 +298,7 @@ def prepare(
     key_rows = plan.seq[:, K_LEN].tolist() if q.dim() == 3 else [k.size(1)] * batch
     bounds = chunk_bounds(plan, chunks, key_rows)
     longest = max(key_rows, default=0) if chunks == 1 else int(np.diff(bounds).max(initial=0))
-    chunk_rows = longest + 12  # the micro-kernels' last keys may lie beyond the end
+    chunk_rows = longest + lanes.grad_step  # the micro-kernels' last keys may lie beyond the end
 
     fields = shared_fields(q, k, v, o, plan, lanes, block_m, config.block_n) | stride_fields("do", do) | groups
     fields |= gradient_fields(allocate(q, k, v, lse, plan, needs, chunks, device="meta"), q.dim(), plan.bias)
@@ -292,7 +306,7 @@ def prepare(
     dims = fields["dim_padded"], fields["value_dim_padded"]
     if fields["blocks"] > 1:
         tiles = longest // config.block_n + 2  # a chunk may begin and end within a tile
-        fields["slots"] = tile_slots(min(tiles, fields["key_tiles"]), sum(dims) * lanes.bits // 8, config.block_n)
+        fields["slots"] = tile_slots(lanes, min(tiles, fields["key_tiles"]), sum(dims), config.block_n)
     layout = backward_layout(lanes, fields["block_m"], config.block_n, *dims, chunk_rows, fields["slots"])
     return Prepared(Launch(backward_kernel(lanes), BACKWARD_ARGS, fields, layout, threads), chunks, bounds)
 
@@ -323,7 +337,7 @@ def backward(
     do, q, k, v, o = map(last_dim_dense, (do, q, k, v, o))
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.to(lse.dtype).contiguous()
-    lanes = lanes or host_lanes(torch.finfo(lse.dtype).bits)
+    lanes = call_lanes(q.dtype, lanes)
     threads = thread_count(10.0 * q.numel() * plan.max_k)
     shapes = q.dtype, q.shape, k.shape, v.shape
     key = (lanes, threads, needs, *shapes, q.stride(), k.stride(), v.stride(), o.stride(), do.stride())

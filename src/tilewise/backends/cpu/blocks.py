@@ -6,13 +6,12 @@ from numba.extending import register_jitable
 from tilewise import predicates
 
 from .memory import U8, get_i32, get_i64, get_real, load_scalar, put_i32, put_i64, put_real, record_at
-from .simd import inlined, panel_width
+from .simd import inlined, key_step, panel_width
 from .structs import SCRATCH, SCRATCH_FIELDS
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 NO_KEY = 2**31 - 1  # larger than every key position
-KEY_STEP = 4  # keys per micro-kernel call: the key range of a panel is rounded out to multiples of it
 
 SCRATCH_COUNT = len(SCRATCH_FIELDS)
 Q_START, Q_LEN, K_START, K_LEN, SHIFT = range(5)  # columns of Plan.seq
@@ -121,9 +120,20 @@ def set_block(lanes, a, s, b, first_head, first, count):
 
 
 @inlined
-def panel_keys(s, panel, n0, n1):
+def panel_keys(lanes, s, panel, n0, n1):
     """(k0, k1, masked): rows of the key tile [n0, n1) that the panel needs, and whether some must be masked."""
-    k0 = max(get_i64(s.panel_lo, panel) - n0, 0) // KEY_STEP * KEY_STEP
-    k1 = (min(get_i64(s.panel_hi, panel), n1) - n0 + KEY_STEP - 1) // KEY_STEP * KEY_STEP
+    step = key_step(lanes)
+    k0 = max(get_i64(s.panel_lo, panel) - n0, 0) // step * step
+    k1 = (min(get_i64(s.panel_hi, panel), n1) - n0 + step - 1) // step * step
     masked = n0 + k1 > n1 or n0 + k0 < get_i64(s.panel_all_lo, panel) or n0 + k1 > get_i64(s.panel_all_hi, panel)
     return k0, k1, masked
+
+
+@inlined
+def panels_of_keys(s, panels, k0, k1):
+    """The range of panels that need one of the rows [k0, k1) of the key tile."""
+    first, end = panels, 0
+    for p in range(panels):
+        if get_i64(s.panel_k0, p) < k1 and get_i64(s.panel_k1, p) > k0:
+            first, end = min(first, p), p + 1
+    return first, end

@@ -11,23 +11,23 @@ class FwdConfig:
     block_n: int = 128
 
     def __post_init__(self):
-        if self.block_m < 1 or self.block_n < 4 or self.block_n % 4:
+        if self.block_m < 1 or self.block_n < 1 or self.block_n % 32:
             raise ValueError(
-                f"block_m must be positive and block_n a multiple of 4, not {self.block_m}, {self.block_n}"
+                f"block_m must be positive and block_n a multiple of 32, not {self.block_m}, {self.block_n}"
             )
 
 
 @dataclass(frozen=True)
 class BwdConfig:
-    """Query rows of a block and keys of a tile; 12 = the micro-kernels' 4 and 6 keys at once."""
+    """Query rows of a block and keys of a tile; 96: micro-kernels take 4, 6 or 32 keys at once."""
 
     block_m: int = 96
     block_n: int = 96
 
     def __post_init__(self):
-        if self.block_m < 1 or self.block_n < 12 or self.block_n % 12:
+        if self.block_m < 1 or self.block_n < 1 or self.block_n % 96:
             raise ValueError(
-                f"block_m must be positive and block_n a multiple of 12, not {self.block_m}, {self.block_n}"
+                f"block_m must be positive and block_n a multiple of 96, not {self.block_m}, {self.block_n}"
             )
 
 

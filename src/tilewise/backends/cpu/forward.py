@@ -23,8 +23,7 @@ from .blocks import (
     tile_entry,
 )
 from .configs import FwdConfig, pick_forward
-from .gemm import SCORE_ROWS, mix_rescale_tile
-from .host import host_lanes
+from .host import call_lanes
 from .key_tiles import (
     forget_tiles,
     hold_tile,
@@ -50,90 +49,39 @@ from .memory import (
     format_bytes,
     get_i64,
     get_real,
-    load,
     load_scalar,
     put_real,
     record_at,
-    store,
     take_ticket,
 )
 from .panels import (
     copy_vectors,
     fill_vectors,
-    pack_query_panel,
     prefetch_rows,
     scale_panel,
     scatter_panel,
-    set_bad_rows_aside,
 )
 from .plan import Plan
+from .products import (
+    end_products,
+    mix_values,
+    pack_for_forward,
+    pack_query_panel,
+    place_for_forward,
+    set_bad_values_aside,
+    softmax_panel,
+    start_products,
+)
 from .scores import drop, lane_sees, score_panel
 from .simd import (
-    PANEL_VECTORS,
     Lanes,
     element_bytes,
-    exp2_scaled,
-    fma,
     inlined,
+    key_step,
+    operand_bytes,
     panel_width,
-    select,
-    splat,
-    vector_width,
 )
 from .structs import FORWARD_ARGS
-
-
-@inlined
-def raise_maxima(lanes, panel, k0, k1, maxima):
-    """The running maximum of each lane, over all its vectors at once: one at a time is half as fast."""
-    strip = vector_width(lanes) * element_bytes(lanes)
-    first, second, third = load(lanes, maxima), load(lanes, maxima + strip), load(lanes, maxima + 2 * strip)
-    for n in range(k0, k1):
-        at = panel + n * PANEL_VECTORS * strip
-        s, t, u = load(lanes, at), load(lanes, at + strip), load(lanes, at + 2 * strip)
-        first = select(s > first, s, first)  # NaN does not win here; it reaches the sum through p
-        second = select(t > second, t, second)
-        third = select(u > third, u, third)
-    store(lanes, maxima, first)
-    store(lanes, maxima + strip, second)
-    store(lanes, maxima + 2 * strip, third)
-
-
-@njit
-def softmax_panel(lanes, panel, k0, k1, scale, maxima, sums, alphas):
-    """p = 2^(scale (s - max)), in place, with the running maximum and sum of each lane; alpha rescales earlier sums.
-
-    The difference comes before the scale, so that the largest entry has p = 1 exactly, whatever its size.
-    """
-    columns, size, width = panel_width(lanes), element_bytes(lanes), vector_width(lanes)
-    zero, empty, factor = splat(lanes, 0.0), splat(lanes, -math.inf), splat(lanes, scale)
-    for strip in range(0, columns, width):  # `alphas` keeps the old maxima
-        store(lanes, alphas + strip * size, load(lanes, maxima + strip * size))
-    raise_maxima(lanes, panel, k0, k1, maxima)
-    for strip in range(0, columns, width):
-        at = strip * size
-        top = load(lanes, maxima + at)
-        shift = select(top == empty, zero, top)
-        alpha = exp2_scaled(load(lanes, alphas + at) - shift, factor)
-        total = zero  # of this tile: one sum over a long row would lose bits
-        for n in range(k0, k1):
-            p = exp2_scaled(load(lanes, panel + n * columns * size + at) - shift, factor)
-            store(lanes, panel + n * columns * size + at, p)
-            total = total + p
-        store(lanes, sums + at, fma(load(lanes, sums + at), alpha, total))
-        store(lanes, alphas + at, alpha)
-
-
-@inlined
-def mix_panel(lanes, a, s, panel, out, alphas, k0, k1):
-    """O^T = alpha O^T + V^T P^T over the keys [k0, k1) of the tile."""
-    columns, size, width = panel_width(lanes), element_bytes(lanes), 2 * vector_width(lanes)
-    weights = panel + k0 * columns * size
-    for c in range(0, a.value_dim, width):
-        values = s.v + (c // width * a.tile_rows + k0) * width * size
-        tiles = (min(width, a.value_dim - c) + SCORE_ROWS - 1) // SCORE_ROWS
-        target = out + c * columns * size
-        mix_rescale_tile(lanes, target, values, 4 * width * size, weights, (k1 - k0) // 4, alphas, tiles)
 
 
 @inlined
@@ -157,10 +105,11 @@ def add_bad_values(lanes, a, s, panel, seen, out, n0, bad, k0, k1):
 def forward_tile(lanes, a, s, b, head_kv, n0, n1, panels, use_keep):
     """One key tile [n0, n1) against all panels of the block."""
     columns, size, n = panel_width(lanes), element_bytes(lanes), n1 - n0
-    _, v_bad = hold_tile(lanes, a, s, b, head_kv, n0)
+    _, v_bad = hold_tile(lanes, a, s, b, head_kv, n0, place_for_forward, pack_for_forward)
     bad = 0
     if v_bad:
-        bad = set_bad_rows_aside(lanes, s.v, a.tile_rows, (n + 3) // 4 * 4, a.value_dim_padded, s.v_bad)
+        step = key_step(lanes)
+        bad = set_bad_values_aside(lanes, a, s, (n + step - 1) // step * step)
     # The next tile's rows come from a far cache: they are asked for while this tile is worked on.
     ahead = rows_to_prefetch(a, s, b, head_kv, n1, n)
     next_k, next_v = key_row(a, b, head_kv, n1), value_row(a, b, head_kv, n1)
@@ -168,17 +117,18 @@ def forward_tile(lanes, a, s, b, head_kv, n0, n1, panels, use_keep):
         first, last = ahead * p // panels, ahead * (p + 1) // panels
         prefetch_rows(next_k, a.k_s, first, last, a.dim * format_bytes(a.code))
         prefetch_rows(next_v, a.v_s, first, last, a.value_dim * format_bytes(a.code))
-        k0, k1, masked = panel_keys(s, p, n0, n1)
+        k0, k1, masked = panel_keys(lanes, s, p, n0, n1)
         if k0 >= k1:
             continue
         score_panel(lanes, a, s, p, s.score, 0, n0, n1, k0, k1, masked, use_keep)
         if bad > 0:
             copy_vectors(lanes, s.extra, s.score, k1 * columns)
         at = p * columns * size
-        softmax_panel(lanes, s.score, k0, k1, a.score_scale, s.lane_max + at, s.lane_sum + at, s.lane_alpha + at)
+        maxima, sums, alphas = s.lane_max + at, s.lane_sum + at, s.lane_alpha + at
+        softmax_panel(lanes, s.score, s.pairs, k0, k1, a.score_scale, maxima, sums, alphas)
         drop(lanes, a, s, p, s.score, n0, k0, k1)
         out = s.o_t + at * a.value_dim_padded
-        mix_panel(lanes, a, s, s.score, out, s.lane_alpha + at, k0, k1)
+        mix_values(lanes, a, s, s.score, out, alphas, k0, k1)
         if bad > 0:
             add_bad_values(lanes, a, s, s.score, s.extra, out, n0, bad, k0, k1)
 
@@ -213,7 +163,7 @@ def forward_block(lanes, a, s, b, first_head, i):
     panels, low, high = set_block(lanes, a, s, b, first_head, first, count)
     rows = panels * columns
     for p in range(panels):
-        query = s.q_t + p * columns * a.dim_padded * size
+        query = s.q_t + p * columns * a.dim_padded * operand_bytes(lanes)
         addresses = s.lane_q + p * columns * 8
         pack_query_panel(lanes, query, addresses, a.code, a.dim, a.dim_padded, a.query_scale)
     fill_vectors(lanes, s.lane_max, rows, -math.inf)
@@ -244,6 +194,7 @@ def forward_kernel(lanes: Lanes):
         a = record_at(address, FORWARD_ARGS)
         s = bind_scratch(a, take_ticket(address + 8))
         forget_tiles(a, s)
+        start_products(lanes)
         rows_of_b = a.heads_kv * a.group // a.pack
         job = take_ticket(address)
         while job < a.jobs:
@@ -253,8 +204,9 @@ def forward_kernel(lanes: Lanes):
                 # Under a causal mask the last blocks are the longest: they go first.
                 forward_block(lanes, a, s, b, first_head, a.blocks - 1 - index)
             job = take_ticket(address)
+        end_products(lanes)
 
-    return compile_kernel(kernel, f"fp{lanes.bits} forward")
+    return compile_kernel(kernel, f"{lanes.name} forward")
 
 
 @functools.lru_cache(256)
@@ -263,9 +215,14 @@ def forward_layout(lanes: Lanes, block_m: int, block_n: int, dim: int, value_dim
     real, panel = lanes.bits // 8, block_n * lanes.panel * (lanes.bits // 8)
     return ScratchLayout(
         lane_sizes(lanes, block_m)
-        | tile_sizes(slots, block_n, dim * real, value_dim * real)
+        | tile_sizes(lanes, slots, block_n, dim, value_dim)
         | {"v_bad": 8 * block_n, "score": panel, "extra": panel}
-        | {"q_t": block_m * dim * real, "o_t": block_m * value_dim * real, "trash": max(dim, value_dim) * real}
+        | {"pairs": panel // 2, "mixed": lanes.panel * value_dim * real}
+        | {
+            "q_t": block_m * dim * lanes.operand_bytes,
+            "o_t": block_m * value_dim * real,
+            "trash": max(dim, value_dim) * real,
+        }
     )
 
 
@@ -298,7 +255,7 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, o: Tensor, plan: Plan, lanes: Lanes
     fields |= job_fields(batch * heads // fields["pack"], fields["blocks"], threads)
     dims = fields["dim_padded"], fields["value_dim_padded"]
     if fields["part_blocks"] > 1:
-        fields["slots"] = tile_slots(fields["key_tiles"], sum(dims) * lanes.bits // 8, config.block_n)
+        fields["slots"] = tile_slots(lanes, fields["key_tiles"], sum(dims), config.block_n)
     layout = forward_layout(lanes, fields["block_m"], config.block_n, *dims, fields["slots"])
     return Launch(forward_kernel(lanes), FORWARD_ARGS, fields, layout, threads)
 
@@ -319,7 +276,7 @@ def forward(
     """
     q, k, v = map(last_dim_dense, (q, k, v))
     real = accumulation_dtype(q.dtype)
-    lanes = lanes or host_lanes(torch.finfo(real).bits)
+    lanes = call_lanes(q.dtype, lanes)
     (*outer, rows, heads, dim), value_dim, batch = q.shape, v.size(-1), plan.seq.size(0)
     packed = not outer
     o = torch.empty((*outer, rows, heads, value_dim), dtype=q.dtype, device="cpu") if out is None else out

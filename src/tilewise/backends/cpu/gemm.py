@@ -40,12 +40,14 @@ class Tile:
 
 def _dot_tile(lanes):
     columns = COLUMN_VECTORS * lanes.width
-    return Tile(SCORE_ROWS, PANEL_VECTORS, unroll=columns, a_row=columns, a_step=1, finish="set")
+    return Tile(SCORE_ROWS, PANEL_VECTORS["fma"], unroll=columns, a_row=columns, a_step=1, finish="set")
 
 
 def _mix_tile(finish):
     def shape(lanes):
-        return Tile(SCORE_ROWS, PANEL_VECTORS, unroll=4, a_row=1, a_step=COLUMN_VECTORS * lanes.width, finish=finish)
+        return Tile(
+            SCORE_ROWS, PANEL_VECTORS["fma"], unroll=4, a_row=1, a_step=COLUMN_VECTORS * lanes.width, finish=finish
+        )
 
     return shape
 

@@ -5,39 +5,42 @@ import math
 from numba import njit
 
 from .blocks import LOG2E, Q_START, SEQ_COLUMNS, panel_keys
-from .gemm import GRAD_ROWS, SCORE_ROWS, mix_add_tile, outer_tile
 from .key_tiles import hold_tile
 from .memory import get_i64, get_real, load, put_i64, put_real, store
-from .panels import (
-    add_lane_sums,
-    fill_vectors,
-    multiply_panel,
-    scatter_add_panel,
-    set_bad_rows_aside,
+from .panels import add_lane_sums, multiply_panel, scatter_add_panel
+from .products import (
+    add_key_gradient,
+    add_query_gradient,
+    add_value_gradient,
+    clear_weights,
+    dot_panel,
+    exp2_weight,
+    keep_weights,
+    pack_for_backward,
+    place_for_backward,
+    set_bad_keys_aside,
+    weight_panels,
 )
-from .scores import dot_panel, drop, score_panel
-from .simd import absolute, element_bytes, exp2, fma, inlined, panel_width, select, splat, vector_width
+from .scores import drop, score_panel
+from .simd import (
+    absolute,
+    element_bytes,
+    fma,
+    grad_step,
+    inlined,
+    key_step,
+    operand_bytes,
+    panel_width,
+    select,
+    splat,
+    vector_width,
+)
 
 SPLIT = 2.0**27 + 1  # cuts an fp64 number into two halves of 26 bits
 LOG2E_HIGH = LOG2E * SPLIT - (LOG2E * SPLIT - LOG2E)
 LOG2E_LOW = LOG2E - LOG2E_HIGH
 LOG2E_MISSING = 2.0355273740931033e-17  # log2(e) - LOG2E
 LSE_ERROR_32, LSE_ERROR_64 = 2.0**-24, 2.0**-53  # relative: half a unit in the last place of lse
-
-
-@njit
-def delta_pass(lanes, do, o, dim, deltas):
-    """delta = sum over c of do[c] o[c], minus dlse, which `deltas` holds.
-
-    Summed in the order of `dot_panel`: where one key takes all the weight, dp - delta is then exactly dlse.
-    """
-    columns, size, width = panel_width(lanes), element_bytes(lanes), vector_width(lanes)
-    for strip in range(0, columns * size, width * size):
-        sums = splat(lanes, 0.0)
-        for c in range(dim):
-            at = c * columns * size + strip
-            sums = fma(load(lanes, do + at), load(lanes, o + at), sums)
-        store(lanes, deltas + strip, sums - load(lanes, deltas + strip))
 
 
 @njit
@@ -93,7 +96,7 @@ def gradient_pass(lanes, score, grad, k0, k1, scale, lses, rests, slacks, deltas
             at = (n * columns + strip) * size
             s = load(lanes, score + at)
             x = fma(s, factor, zero - lse) - rest
-            p = select(s == masked, zero, exp2(select(x > slack, zero, x)))
+            p = select(s == masked, zero, exp2_weight(lanes, select(x > slack, zero, x)))
             store(lanes, score + at, p)
             store(lanes, grad + at, select(p == zero, zero, p * (load(lanes, grad + at) - delta)))
 
@@ -114,20 +117,18 @@ def slope_pass(lanes, grad, n0, k0, k1, positions, sums):
 def gradient_panel(lanes, a, s, p, n0, n1, padded, use_keep):
     """P^T and dS^T of block panel p against the tile [n0, n1), zero outside the keys that the panel needs."""
     columns, size = panel_width(lanes), element_bytes(lanes)
-    k0, k1, masked = panel_keys(s, p, n0, n1)
+    k0, k1, masked = panel_keys(lanes, s, p, n0, n1)
     k0, k1 = (k0, k1) if k0 < k1 else (0, 0)
     put_i64(s.panel_k0, p, k0)
     put_i64(s.panel_k1, p, k1)
-    at = p * a.block_n * columns * size
-    score, grad = s.score + at, s.grad + at
-    for panel in (score, grad):
-        fill_vectors(lanes, panel, k0 * columns, 0.0)
-        fill_vectors(lanes, panel + k1 * columns * size, (padded - k1) * columns, 0.0)
+    score, grad = weight_panels(lanes, a, s, p)
+    clear_weights(lanes, a, s, p, k0, k1, padded)
     if k1 == 0:
         return
     lane = p * columns * size
     score_panel(lanes, a, s, p, score, s.slope, n0, n1, k0, k1, masked, use_keep)
-    dot_panel(lanes, grad, s.v, a.tile_rows, s.do_t + lane * a.value_dim_padded, a.value_dim_padded, k0, k1)
+    gradient = s.do_t + p * columns * a.value_dim_padded * operand_bytes(lanes)
+    dot_panel(lanes, grad, s.v, a.tile_rows, gradient, a.value_dim_padded, k0, k1)
     drop(lanes, a, s, p, grad, n0, k0, k1)
     lse, rest, slack = s.lane_lse + lane, s.lane_lse_rest + lane, s.lane_slack + lane
     gradient_pass(lanes, score, grad, k0, k1, a.score_scale, lse, rest, slack, s.lane_delta + lane)
@@ -142,57 +143,25 @@ def gradient_panel(lanes, a, s, p, n0, n1, padded, use_keep):
     if a.cap != 0.0:
         multiply_panel(lanes, grad, s.slope, k0, k1)
     drop(lanes, a, s, p, score, n0, k0, k1)
-
-
-@inlined
-def add_query_gradient(lanes, a, s, p):
-    """dQ^T += K^T dS^T of block panel p, over the keys it needs."""
-    columns, size, width = panel_width(lanes), element_bytes(lanes), 2 * vector_width(lanes)
-    k0, k1 = get_i64(s.panel_k0, p), get_i64(s.panel_k1, p)
-    if k0 == k1:
-        return
-    out = s.dq_t + p * columns * a.dim_padded * size
-    weights = s.grad + (p * a.block_n + k0) * columns * size
-    for c in range(0, a.dim, width):
-        keys = s.k + (c // width * a.tile_rows + k0) * width * size
-        tiles = (min(width, a.dim - c) + SCORE_ROWS - 1) // SCORE_ROWS
-        mix_add_tile(lanes, out + c * columns * size, keys, 4 * width * size, weights, (k1 - k0) // 4, 0, tiles)
-
-
-@njit
-def add_key_gradient(lanes, a, s, panels, padded, weights, rows, out, dim):
-    """out[n] += sum over m of weights[n][m] rows[m]: dV from P and dO, dK from dS and Q."""
-    columns, size, width = panel_width(lanes), element_bytes(lanes), 2 * vector_width(lanes)
-    for n in range(0, padded, GRAD_ROWS):
-        first, end = panels, 0
-        for p in range(panels):
-            if get_i64(s.panel_k0, p) < n + GRAD_ROWS and get_i64(s.panel_k1, p) > n:
-                first, end = min(first, p), p + 1
-        if first >= end:
-            continue
-        panel_bytes = a.block_n * columns * size
-        scalars = weights + first * panel_bytes + n * columns * size
-        for c in range(0, dim, width):
-            vectors = rows + (c // width * a.block_m + first * columns) * width * size
-            target = out + (c // width * a.chunk_rows + n) * width * size
-            outer_tile(lanes, target, scalars, panel_bytes, vectors, end - first, 0, 1)
+    keep_weights(lanes, a, s, p, k0, k1)
 
 
 @njit
 def backward_tile(lanes, a, s, b, head_kv, n0, n1, chunk_start, panels, use_keep):
     """One key tile [n0, n1) against all panels of the block."""
     size, width, n = element_bytes(lanes), 2 * vector_width(lanes), n1 - n0
-    padded = (n + 11) // 12 * 12
-    k_bad, _ = hold_tile(lanes, a, s, b, head_kv, n0)
+    padded = (n + grad_step(lanes) - 1) // grad_step(lanes) * grad_step(lanes)
+    k_bad, _ = hold_tile(lanes, a, s, b, head_kv, n0, place_for_backward, pack_for_backward)
     for p in range(panels):
         gradient_panel(lanes, a, s, p, n0, n1, padded, use_keep)
     if a.dq != 0:
         if k_bad:  # 0 * NaN must not reach the rows that do not see the key; the others have NaN in dS already
-            set_bad_rows_aside(lanes, s.k, a.tile_rows, (n + 3) // 4 * 4, a.dim_padded, s.k_bad)
+            step = key_step(lanes)
+            set_bad_keys_aside(lanes, a, s, (n + step - 1) // step * step)
         for p in range(panels):
             add_query_gradient(lanes, a, s, p)
     at = (n0 - chunk_start) * width * size
     if a.dv != 0:
-        add_key_gradient(lanes, a, s, panels, padded, s.score, s.do, s.dv + at, a.value_dim)
+        add_value_gradient(lanes, a, s, panels, padded, s.dv + at)
     if a.dk != 0:
-        add_key_gradient(lanes, a, s, panels, padded, s.grad, s.q, s.dk + at, a.dim)
+        add_key_gradient(lanes, a, s, panels, padded, s.dk + at)

@@ -1,11 +1,14 @@
-"""The host's vector width, and the hash of this backend's sources."""
+"""What this machine has: vector width, AMX; and the hash of this backend's sources."""
 
+import dataclasses
 import functools
 import hashlib
 from pathlib import Path
 
 import llvmlite.binding as llvm
+import torch
 
+from . import amx
 from .simd import Lanes
 
 
@@ -30,3 +33,18 @@ def vector_bytes() -> int:
 def host_lanes(bits: int) -> Lanes:
     """The lanes of this machine for accumulation in 32 or 64 bits."""
     return Lanes(bits, vector_bytes() * 8 // bits, sources_hash())
+
+
+@functools.cache
+def _default_lanes(dtype: torch.dtype) -> Lanes:
+    lanes = host_lanes(64 if dtype == torch.float64 else 32)
+    return dataclasses.replace(lanes, products="amx") if dtype == torch.bfloat16 and amx.usable() else lanes
+
+
+def call_lanes(dtype: torch.dtype, lanes: Lanes | None) -> Lanes:
+    """The lanes of a call: those given, or the fastest that this machine has for the dtype."""
+    if lanes is None:
+        return _default_lanes(dtype)
+    if lanes.products == "amx" and not (dtype == torch.bfloat16 and amx.usable()):
+        raise ValueError(f"AMX multiplies bfloat16 on processors that have it: not {dtype} here")
+    return lanes

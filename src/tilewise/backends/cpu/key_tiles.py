@@ -9,10 +9,10 @@ slot holds. One slot per tile keeps a whole head, one slot in all keeps the last
 
 from numba import njit
 
-from .blocks import K_LEN, K_START, KEY_STEP, SEQ_COLUMNS
+from .blocks import K_LEN, K_START, SEQ_COLUMNS
 from .memory import get_i64, put_i64
-from .panels import list_rows, pack_tile
-from .simd import element_bytes, inlined, vector_width
+from .panels import list_rows
+from .simd import Lanes, inlined
 
 KEPT_BYTES = 8 << 20  # of packed keys and values per thread, at most: memory stays linear and small
 
@@ -50,27 +50,23 @@ def value_row(a, b, head_kv, n):
 
 
 @njit
-def hold_tile(lanes, a, s, b, head_kv, n0):
-    """Make s.k and s.v the packed rows of key n0 and of those after it in its tile.
+def hold_tile(lanes, a, s, b, head_kv, n0, place, pack):
+    """Make s.k and s.v the packed rows of key n0 and of those after it in its tile: `place` and `pack` of `products`.
 
     Returns whether an Inf or NaN is among K and among V. Passes set such rows aside, so that the tile is not held for
     later: hence (False, False) for one that is.
     """
-    row_bytes = 2 * vector_width(lanes) * element_bytes(lanes)
     tile = n0 // a.block_n
     slot, tag, first = tile % a.slots, tile_tag(a, b, head_kv, tile), tile * a.block_n
-    k = s.k_slots + slot * a.tile_rows * a.dim_padded * element_bytes(lanes)
-    v = s.v_slots + slot * a.tile_rows * a.value_dim_padded * element_bytes(lanes)
-    s.k, s.v = k + (n0 - first) * row_bytes, v + (n0 - first) * row_bytes
-    if get_i64(s.tags, slot) == tag:
-        return False, False
-    count = min(a.block_n, get_i64(a.seq, b * SEQ_COLUMNS + K_LEN) - first)
-    padded = count + KEY_STEP  # a panel's key range is rounded up
-    list_rows(s.k_rows, key_row(a, b, head_kv, first), a.k_s, count)
-    list_rows(s.v_rows, value_row(a, b, head_kv, first), a.v_s, count)
-    k_bad = pack_tile(lanes, k, a.tile_rows, s.k_rows, count, padded, a.code, a.dim, a.dim_padded)
-    v_bad = pack_tile(lanes, v, a.tile_rows, s.v_rows, count, padded, a.code, a.value_dim, a.value_dim_padded)
-    put_i64(s.tags, slot, 0 if k_bad or v_bad else tag)
+    k_bad = v_bad = False
+    if get_i64(s.tags, slot) != tag:
+        count = min(a.block_n, get_i64(a.seq, b * SEQ_COLUMNS + K_LEN) - first)
+        list_rows(s.k_rows, key_row(a, b, head_kv, first), a.k_s, count)
+        list_rows(s.v_rows, value_row(a, b, head_kv, first), a.v_s, count)
+        place(lanes, a, s, slot, 0)
+        k_bad, v_bad = pack(lanes, a, s, count)
+        put_i64(s.tags, slot, 0 if k_bad or v_bad else tag)
+    place(lanes, a, s, slot, n0 - first)
     return k_bad, v_bad
 
 
@@ -83,17 +79,18 @@ def rows_to_prefetch(a, s, b, head_kv, n1, most):
     return min(most, get_i64(a.seq, b * SEQ_COLUMNS + K_LEN) - n1)
 
 
-def tile_slots(tiles: int, row_bytes: int, block_n: int) -> int:
-    """Slots for the `tiles` key tiles of a head: one each where they fit the bound, else one in all."""
-    return tiles if tiles * (block_n + KEY_STEP) * row_bytes <= KEPT_BYTES else 1
+def tile_slots(lanes: Lanes, tiles: int, dims: int, block_n: int) -> int:
+    """Slots for the `tiles` key tiles of a head, `dims` columns in all: one each where they fit the bound, else one."""
+    tile_bytes = (block_n + lanes.key_step) * dims * lanes.operand_bytes
+    return tiles if tiles * tile_bytes <= KEPT_BYTES else 1
 
 
-def tile_sizes(slots: int, block_n: int, key_bytes: int, value_bytes: int) -> dict[str, int]:
+def tile_sizes(lanes: Lanes, slots: int, block_n: int, dim: int, value_dim: int) -> dict[str, int]:
     """Bytes of the scratch fields of key tiles."""
-    rows = slots * (block_n + KEY_STEP)
+    slot_bytes = slots * (block_n + lanes.key_step) * lanes.operand_bytes
     return {
-        "k_slots": rows * key_bytes,
-        "v_slots": rows * value_bytes,
+        "k_slots": slot_bytes * dim,
+        "v_slots": slot_bytes * value_dim,
         "tags": 8 * slots,
-        **dict.fromkeys(("k_rows", "v_rows"), 8 * block_n),
+        **dict.fromkeys(("k_rows", "v_rows"), 8 * (block_n + 2 * lanes.key_step)),
     }

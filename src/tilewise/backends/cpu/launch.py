@@ -16,7 +16,7 @@ from torch import Tensor
 from tilewise.predicates import drop_threshold
 
 from . import memory, pool
-from .blocks import KEY_STEP, LOG2E
+from .blocks import LOG2E
 from .plan import Plan
 from .simd import Lanes
 from .structs import ARGS_BYTES, SCRATCH_FIELDS, pack, put_addresses
@@ -105,7 +105,7 @@ def row_index_strides(q: Tensor) -> tuple[int, int]:
     return (heads * rows if batch else 0), rows
 
 
-def modifier_fields(plan: Plan, real: torch.dtype) -> dict[str, Any]:
+def modifier_fields(plan: Plan, lanes: Lanes) -> dict[str, Any]:
     """Fields of the score modifiers and masks; whatever the plan lacks stays 0."""
     fields: dict[str, Any] = {}
     scale = plan.softmax_scale
@@ -116,6 +116,9 @@ def modifier_fields(plan: Plan, real: torch.dtype) -> dict[str, Any]:
         fields.update(query_scale=scale * LOG2E, score_scale=1.0)
     else:  # nothing happens to scores before the softmax: q stays exact, the scale joins in the exponent's fma
         fields.update(query_scale=math.copysign(1.0, scale), score_scale=abs(scale) * LOG2E)
+    fields["product_scale"] = 1.0
+    if lanes.products == "amx":  # its operands are the bits of q: the scale would round them
+        fields.update(query_scale=1.0, product_scale=fields["query_scale"])
     if plan.slopes is not None:
         size = plan.slopes.element_size()
         stride_b, stride_h = plan.slopes.stride()
@@ -174,14 +177,14 @@ def shared_fields(q, k, v, o, plan: Plan, lanes: Lanes, block_m: int, block_n: i
         "bounds_stride": plan.bounds_stride,
         "block_m": block_m,
         "block_n": block_n,
-        "tile_rows": block_n + KEY_STEP,
+        "tile_rows": block_n + lanes.key_step,
         "key_tiles": -(-plan.max_k // block_n),
         "slots": 1,
         "span": span,
         "blocks_per_span": blocks_per_span,
         "blocks": -(-rows // span) * blocks_per_span,
         "zeros": _ZEROS_ADDRESS,
-        **modifier_fields(plan, accumulation_dtype(q.dtype)),
+        **modifier_fields(plan, lanes),
     }
 
 

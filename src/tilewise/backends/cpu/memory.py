@@ -29,7 +29,7 @@ def address_as(builder, address, llvm_type, element_offset=None):
 
 def _scalar_access(kind):
     """The pair get(address, index), put(address, index, value) for one Numba scalar type."""
-    llvm = {types.int64: _I64, types.int32: _I32}[kind]
+    llvm = {types.int64: _I64, types.int32: _I32, types.int16: ir.IntType(16)}[kind]
 
     @intrinsic
     def get(_context, address, index):
@@ -50,6 +50,7 @@ def _scalar_access(kind):
 
 get_i64, put_i64 = _scalar_access(types.int64)
 get_i32, put_i32 = _scalar_access(types.int32)
+get_half, put_half = _scalar_access(types.int16)
 
 
 @intrinsic

@@ -11,15 +11,16 @@ from numba import njit
 from tilewise import predicates
 
 from .blocks import LOG2E
-from .gemm import SCORE_ROWS, dot_tile
 from .memory import U8, get_real, load, load_i32, load_u32, store
-from .panels import gather_panel
+from .panels import gather_panel, scale_vectors
+from .products import dot_panel
 from .simd import (
     absolute,
     copy_sign,
     element_bytes,
     exp2m1,
     inlined,
+    operand_bytes,
     panel_width,
     runtime,
     select,
@@ -30,15 +31,6 @@ from .simd import (
 )
 
 LARGEST_CAP_ARGUMENT = 60.0  # tanh is 1 in fp64 from 2^60 on; keeps exp2m1 finite in fp32
-
-
-@inlined
-def dot_panel(lanes, panel, tile, tile_rows, query, dim_padded, k0, k1):
-    """panel[n][lane] = sum over d of tile[n][d] * query[d][lane], for k0 <= n < k1, not empty."""
-    columns, size, width = panel_width(lanes), element_bytes(lanes), 2 * vector_width(lanes)
-    rows, tiles = tile + k0 * width * size, (k1 - k0) // SCORE_ROWS
-    target = panel + k0 * columns * size
-    dot_tile(lanes, target, rows, tile_rows * width * size, query, dim_padded // width, 0, tiles)
 
 
 @njit
@@ -134,8 +126,10 @@ def score_panel(lanes, a, s, p, panel, slope, n0, n1, k0, k1, masked, use_keep):
     """Scores of block panel p against the keys [n0 + k0, n0 + k1) of the tile [n0, n1), -inf where masked."""
     columns, size = panel_width(lanes), element_bytes(lanes)
     first = p * columns
-    query = s.q_t + first * a.dim_padded * size
+    query = s.q_t + first * a.dim_padded * operand_bytes(lanes)
     dot_panel(lanes, panel, s.k, a.tile_rows, query, a.dim_padded, k0, k1)
+    if a.product_scale != 1.0:
+        scale_vectors(lanes, panel + k0 * columns * size, (k1 - k0) * columns, a.product_scale)
     if a.cap != 0.0:
         cap_pass(lanes, panel, k0, k1, a.cap, slope)
     if a.slopes != 0:

@@ -17,7 +17,10 @@ from numba.extending import intrinsic, lower_builtin, models, register_model, ty
 # Helpers with one caller, and tiny ones, become part of their caller: each separate function costs compile time.
 inlined = njit(inline="always")
 
-PANEL_VECTORS = 3  # query rows of a panel, in vectors: a 4 x 3 tile of accumulators fills the 16 registers of AVX2
+# Query rows of a panel, in vectors: 4 x 3 accumulators fill the 16 registers of AVX2; AMX takes 32 rows.
+PANEL_VECTORS = {"fma": 3, "amx": 2}
+KEY_STEP = {"fma": 4, "amx": 32}  # keys of scores at once: what a panel needs is rounded out to multiples
+GRAD_STEP = {"fma": 12, "amx": 32}  # the same for all micro-kernels of the backward pass
 
 # (2^r - 1) / r on [-1/2, 1/2], minimax (Remez); error 7.5e-9 and 1.2e-17
 _EXP2_POLY = {
@@ -33,28 +36,55 @@ _MANTISSA_BITS, _EXPONENT_BIAS = {32: 23, 64: 52}, {32: 127, 64: 1023}
 
 @dataclass(frozen=True)
 class Lanes:
-    """Accumulation type and vector width; `sources` (a hash) only makes Numba's disk cache notice edits."""
+    """Accumulation type, vector width, and what multiplies matrices: "fma", or "amx" for bfloat16.
+
+    `sources` (a hash) only makes Numba's disk cache notice edits.
+    """
 
     bits: int
     width: int
     sources: str = ""
+    products: str = "fma"
 
     def __post_init__(self):
         if self.bits not in (32, 64) or self.width not in (2, 4, 8, 16):
             raise ValueError(f"no vectors of {self.width} x {self.bits} bits")
+        if self.products not in PANEL_VECTORS or (self.products == "amx" and (self.bits, self.width) != (32, 16)):
+            raise ValueError(f"no products {self.products!r} with vectors of {self.width} x {self.bits} bits")
+
+    @property
+    def name(self) -> str:
+        """What kernels with these lanes are called."""
+        return "bf16 AMX" if self.products == "amx" else f"fp{self.bits}"
 
     @property
     def panel(self) -> int:
         """Query rows of one panel."""
-        return PANEL_VECTORS * self.width
+        return PANEL_VECTORS[self.products] * self.width
+
+    @property
+    def key_step(self) -> int:
+        """Key rows of a tile are followed by as many zeros."""
+        return KEY_STEP[self.products]
+
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes of one element of packed q, k, v and do."""
+        return 2 if self.products == "amx" else self.bits // 8
+
+    @property
+    def grad_step(self) -> int:
+        """Key rows of a backward tile are padded to multiples of this."""
+        return GRAD_STEP[self.products]
 
 
 class LanesType(types.Type):
     """The Numba type of a `Lanes`: no run-time content."""
 
-    def __init__(self, bits, width):
-        self.bits, self.width, self.panel = bits, width, PANEL_VECTORS * width
-        super().__init__(f"Lanes({bits}, {width})")
+    def __init__(self, lanes: Lanes):
+        self.bits, self.width, self.products, self.panel = lanes.bits, lanes.width, lanes.products, lanes.panel
+        self.key_step, self.grad_step, self.operand_bytes = lanes.key_step, lanes.grad_step, lanes.operand_bytes
+        super().__init__(f"Lanes({lanes.bits}, {lanes.width}, {lanes.products})")
 
     @property
     def scalar(self):
@@ -96,7 +126,7 @@ class Vector(types.Type):
 
 @typeof_impl.register(Lanes)
 def _typeof_lanes(value, _context):
-    return LanesType(value.bits, value.width)
+    return LanesType(value)
 
 
 @lower_constant(LanesType)
@@ -207,22 +237,25 @@ def emit_fma(builder, x, y, z):
     return _call(builder, f"fma.v{x.type.count}{element}", x.type, [x, y, z])
 
 
-@intrinsic
-def vector_width(_context, lanes):
-    """Elements of one vector, a compile-time constant."""
-    return types.int64(lanes), lambda context, builder, sig, args: ir.Constant(ir.IntType(64), lanes.width)
+def _compile_time(number, doc):
+    """A function of `lanes` that is a constant to the compiler."""
+
+    def constant(_context, lanes):
+        def codegen(context, builder, sig, args):
+            return ir.Constant(ir.IntType(64), number(lanes))
+
+        return types.int64(lanes), codegen
+
+    constant.__doc__ = doc
+    return intrinsic(constant)
 
 
-@intrinsic
-def element_bytes(_context, lanes):
-    """Bytes of one accumulation element, a compile-time constant."""
-    return types.int64(lanes), lambda context, builder, sig, args: ir.Constant(ir.IntType(64), lanes.bits // 8)
-
-
-@intrinsic
-def panel_width(_context, lanes):
-    """QP, the query rows of a panel, a compile-time constant."""
-    return types.int64(lanes), lambda context, builder, sig, args: ir.Constant(ir.IntType(64), lanes.panel)
+vector_width = _compile_time(lambda lanes: lanes.width, "Elements of one vector.")
+element_bytes = _compile_time(lambda lanes: lanes.bits // 8, "Bytes of one accumulation element.")
+panel_width = _compile_time(lambda lanes: lanes.panel, "QP, the query rows of a panel.")
+key_step = _compile_time(lambda lanes: lanes.key_step, "Keys of scores at once.")
+operand_bytes = _compile_time(lambda lanes: lanes.operand_bytes, "Bytes of one element of packed q, k, v and do.")
+grad_step = _compile_time(lambda lanes: lanes.grad_step, "Keys at once of all micro-kernels of the backward pass.")
 
 
 @intrinsic

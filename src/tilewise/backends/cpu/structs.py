@@ -19,8 +19,9 @@ _SHARED = (
     *("tile_rows", "key_tiles", "slots"),  # see key_tiles
     *("jobs", "scratch", "scratch_bytes", "layout", "zeros"),
 )
-# cap: softcap * log2(e), 0 without; a score in units of log2 is score_scale * (query_scale * q) . k before modifiers
-_SHARED_REAL = ("query_scale", "score_scale", "softmax_scale", "cap", "drop_scale")
+# cap: softcap * log2(e), 0 without; before modifiers, a score in units of log2 is
+# score_scale * product_scale * (query_scale * q) . k
+_SHARED_REAL = ("query_scale", "product_scale", "score_scale", "softmax_scale", "cap", "drop_scale")
 
 _FORWARD = ("max_logit", "parts", "part_blocks")
 _BACKWARD = (
@@ -37,9 +38,21 @@ SCRATCH_FIELDS = (
     *("lane_second", "lane_index", "lane_head", "lane_max", "lane_sum", "lane_alpha", "lane_lse", "lane_lse_rest"),
     *("lane_slack", "lane_delta", "lane_do", "lane_dq", "lane_dbias", "lane_dslope"),
     *("panel_lo", "panel_hi", "panel_all_lo", "panel_all_hi", "panel_k0", "panel_k1"),
-    *("k", "v", "k_slots", "v_slots", "tags", "k_rows", "v_rows", "k_bad", "v_bad"),  # k, v: see key_tiles.hold_tile
+    *(
+        "k",
+        "v",
+        "k_t",
+        "k_slots",
+        "v_slots",
+        "k_t_slots",
+        "tags",
+        "k_rows",
+        "v_rows",
+        "k_bad",
+        "v_bad",
+    ),  # k, v: see key_tiles.hold_tile
     *("q_t", "q", "do_t", "do", "o_t", "dq_t", "dk", "dv"),
-    *("score", "grad", "extra", "slope", "trash"),
+    *("score", "grad", "extra", "slope", "trash", "pairs", "mixed", "p_rows", "ds_rows", "ds_pairs"),
 )
 
 
