@@ -35,7 +35,7 @@ _CONFIG = bytes([1, *[0] * 15, *[64, 0] * 8, *[0] * 16, *[TILE_ROWS] * 8, *[0] *
 def usable() -> bool:
     """Whether this process may use AMX for bfloat16. Linux grants the large registers when asked, once per process."""
     # What Numba compiles for, which is not the machine's all where the user sets NUMBA_CPU_NAME.
-    *_, features = cpu_target.target_context.codegen().magic_tuple()
+    *_, features = cpu_target.target_context.codegen().magic_tuple()  # pyright: ignore[reportAttributeAccessIssue]
     needed = {"+amx-tile", "+amx-bf16", "+avx512f", "+avx512bw", "+avx512dq", "+avx512bf16"}
     if sys.platform != "linux" or platform.machine() != "x86_64" or not needed <= set(features.split(",")):
         return False

@@ -1,0 +1,204 @@
+"""The GPU's side of `tilewise bench`: TFLOP/s on a grid of problems, next to PyTorch's own kernels in the same run."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.progress import Progress
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tilewise.cli import measure
+from tilewise.cli.output import console, figure_file, short, stderr, table
+from tilewise.cli.problems import Shape, ours
+
+TOKENS, HIDDEN = 16384, 2048
+IDLE, BURST = 0.12, 0.025  # seconds: without idling the power limit decides who is fast
+PASSES = {"forward": 1.0, "backward": 2.5}  # FLOPs of a pass, in those of the forward pass
+OURS = "tilewise"
+
+#: B x S = 16,384 tokens, H x D = 2048: the grid of the FlashAttention papers.
+GRID = tuple(
+    Shape(max(1, TOKENS // S), HIDDEN // D, HIDDEN // D, S, D, causal)
+    for D in (64, 128, 256)
+    for S in (512, 1024, 2048, 4096, 8192, 16384)
+    for causal in (True, False)
+)
+
+
+def _sdpa(backend: SDPBackend) -> Callable[[Shape], Callable[..., Tensor]]:
+    def of(shape: Shape) -> Callable[..., Tensor]:
+        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                return F.scaled_dot_product_attention(q, k, v, is_causal=shape.causal, enable_gqa=shape.H != shape.Hkv)
+
+        return attention
+
+    return of
+
+
+def _flex(shape: Shape) -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: PLC0415  imports a compiler
+
+    compiled = torch.compile(flex_attention, dynamic=False)
+    mask = None
+    if shape.causal:
+        mask = create_block_mask(lambda b, h, m, n: m >= n, None, None, shape.S, shape.S)
+    return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=shape.H != shape.Hkv)  # pyright: ignore
+
+
+def _eager(shape: Shape) -> Callable[..., Tensor]:
+    hidden = torch.ones(shape.S, shape.S, dtype=torch.bool, device="cuda").triu(1) if shape.causal else None
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = q @ k.transpose(-1, -2) * shape.D**-0.5
+        return torch.softmax(s if hidden is None else s.masked_fill_(hidden, -torch.inf), -1) @ v
+
+    return attention
+
+
+#: What we compare with: functions of q, k, v in (B, H, S, D).
+PEERS: dict[str, Callable[[Shape], Callable[..., Tensor]]] = {
+    "flash": _sdpa(SDPBackend.FLASH_ATTENTION),
+    "cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
+    "flex": _flex,
+    "eager": _eager,
+}
+
+
+def bench(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], peers: Sequence[str], rounds: int) -> dict[str, Any]:
+    """Check and time every problem; prints a table, returns what the JSON holds."""
+    results, refused = [], []
+    with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
+        task = progress.add_task("measuring", total=len(shapes) * len(dtypes))
+        for dtype in dtypes:
+            for shape in shapes:
+                progress.update(task, description=f"{shape} {short(dtype)}")
+                q, k, v, do = (
+                    torch.randn(shape.B, shape.S, shape.H, shape.D, device="cuda", dtype=dtype) for _ in "qkvo"
+                )
+                complaint = _check(shape, q, k, v, do)
+                if complaint:
+                    refused.append(f"{shape} {short(dtype)}: {complaint}")
+                    stderr.print(f"refused: {refused[-1]}", style="bold red", markup=False)
+                else:
+                    results += _measure(shape, dtype, (q, k, v, do), peers, rounds)
+                progress.advance(task)
+    _show(results, peers)
+    about = {"gpu": torch.cuda.get_device_name(), "idle_s": IDLE, "burst_s": BURST, "rounds": rounds}
+    return about | {"refused": refused, "geometric_means": _means(results, peers), "results": results}
+
+
+def _check(shape: Shape, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> str:
+    """What is wrong with our outputs and gradients of one head, against dense attention in float64; "" if nothing.
+
+    By the rule of `tilewise.testing`: at most twice the error of dense attention in the dtype itself.
+    """
+    eager, mine = _eager(shape), ours(shape)
+    found = _with_gradients(lambda *x: mine(*(t.transpose(1, 2) for t in x)).transpose(1, 2), q, k, v, do)
+    exact = _with_gradients(eager, *(t.double() for t in (q, k, v, do)))
+    dense = _with_gradients(eager, q, k, v, do)
+    for name, x, y, ref in zip(("o", "dq", "dk", "dv"), found, dense, exact, strict=True):
+        limit = 2 * (y.double() - ref).abs().max() + 2 * torch.finfo(q.dtype).eps * ref.abs().max()
+        error = (x.double() - ref).abs().max()
+        if not error <= limit:
+            return f"{name} is off by {error:.3g}, more than {limit:.3g}"
+    return ""
+
+
+def _with_gradients(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> list[Tensor]:
+    """o, dq, dk, dv of the first head of the first sequence."""
+    one = [x[:1, :, :1].transpose(1, 2).detach().requires_grad_() for x in (q, k, v)]
+    o = attention(*one)
+    return [o.detach(), *torch.autograd.grad(o, one, do[:1, :, :1].transpose(1, 2))]
+
+
+def _measure(
+    shape: Shape, dtype: torch.dtype, tensors: tuple[Tensor, ...], peers: Sequence[str], rounds: int
+) -> list[dict[str, Any]]:
+    theirs = [x.transpose(1, 2).contiguous() for x in tensors]
+    contestants = {OURS: measure.passes(ours(shape), *tensors[:3], do=tensors[3])}
+    missing = {}
+    for peer in peers:
+        try:
+            contestants[peer] = measure.passes(PEERS[peer](shape), *theirs[:3], do=theirs[3])
+        except (RuntimeError, torch.OutOfMemoryError) as error:  # a peer that cannot take this problem
+            missing[peer] = str(error).splitlines()[0]
+    flops = 4.0 * shape.B * shape.H * shape.S * shape.S * shape.D * (0.5 if shape.causal else 1.0)
+    found = []
+    for name, share in PASSES.items():
+        seconds: dict[str, list[float]] = {who: [] for who in contestants}
+        for i in range(rounds):
+            for who in list(contestants)[:: 1 if i % 2 == 0 else -1]:
+                seconds[who].append(_burst(contestants[who][name]))
+        rates = {who: share * flops / statistics.median(times) / 1e12 for who, times in seconds.items()}
+        head = {"shape": str(shape), "dtype": short(dtype), "pass": name, "flops": share * flops}
+        found.append(head | {"tflops": rates, "seconds": seconds, "missing": missing})
+    return found
+
+
+def _burst(function: Callable[[], Any]) -> float:
+    """Seconds of one call on the GPU: the mean over a burst after a rest."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    function()
+    start.record()
+    function()
+    end.record()
+    torch.cuda.synchronize()
+    calls = max(2, round(BURST / (start.elapsed_time(end) * 1e-3)))
+    time.sleep(IDLE)
+    start.record()
+    for _ in range(calls):
+        function()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e-3 / calls
+
+
+def _means(results: Sequence[dict[str, Any]], peers: Sequence[str]) -> dict[str, float]:
+    """Geometric means of our rate over each peer's, by pass."""
+    found = {}
+    for name in PASSES:
+        for peer in peers:
+            rates = [r["tflops"] for r in results if r["pass"] == name and peer in r["tflops"]]
+            if rates:
+                logs = [math.log(rate[OURS] / rate[peer]) for rate in rates]
+                found[f"{name} over {peer}"] = math.exp(sum(logs) / len(logs))
+    return found
+
+
+def _show(results: Sequence[dict[str, Any]], peers: Sequence[str]) -> None:
+    columns = ["shape", "dtype", "pass", OURS, *peers, "over the best"]
+    rows = []
+    for r in results:
+        rates = r["tflops"]
+        best = max((rates[peer] for peer in peers if peer in rates), default=math.nan)
+        shown = [f"{rates[who]:.0f}" if who in rates else "-" for who in (OURS, *peers)]
+        rows.append((r["shape"], r["dtype"], r["pass"], *shown, f"{rates[OURS] / best:.2f}x"))
+    console.print(table("TFLOP/s, bursts after a rest, in turns", columns, rows, left=3))
+    means = _means(results, peers)
+    console.print("geometric means: " + ", ".join(f"{name} {mean:.2f}x" for name, mean in means.items()))
+
+
+def draw_grid(results: Sequence[dict[str, Any]], peers: Sequence[str], path: Path) -> None:
+    """TFLOP/s against sequence length: a row of panels per pass, a column per head dim and mask."""
+    kinds = sorted({(shape.D, shape.causal) for shape in map(Shape.parse, (r["shape"] for r in results))})
+    with figure_file(path, 3.2 * len(kinds), 6.0) as figure:
+        panels = figure.subplots(2, len(kinds), squeeze=False, sharey="row")
+        for row, name in zip(panels, PASSES, strict=True):
+            for axes, (D, causal) in zip(row, kinds, strict=True):
+                for who in (OURS, *peers):
+                    points = [(Shape.parse(r["shape"]), r["tflops"]) for r in results if r["pass"] == name]
+                    line = [(s.S, t[who]) for s, t in points if (s.D, s.causal) == (D, causal) and who in t]
+                    axes.plot(*zip(*sorted(line), strict=True), marker=".", label=who) if line else None
+                axes.set_xscale("log", base=2)
+                axes.set(title=f"{name}, D {D}, {'causal' if causal else 'full'}", xlabel="tokens of a sequence")
+            row[0].set_ylabel("TFLOP/s")
+        panels[0, 0].legend(fontsize=7)
