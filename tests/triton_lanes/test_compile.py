@@ -15,6 +15,8 @@ MIXES = [
     Case("blocks", B=1, Sq=200, Sk=230, mask=(("blocks", 32, 64),)),
     Case("mix_everything", Sq=65, Sk=80, H=4, Hkv=2, D=20, Dv=36, softcap=4.0, alibi="BH", bias="BHQK", sinks=True,
          dropout=0.2, mask=(("document", "BS"), ("window", 50, 40))),
+    Case("mix_blocks", Sq=90, Sk=100, H=4, softcap=4.0, bias="HQK", sinks=True, dropout=0.1,
+         mask=(("blocks", 16, 32, "BHQK", 0.6), CAUSAL)),
     Case("varlen", lengths_q=(60, 35), lengths_k=(70, 30), H=4, D=64, bias="1HQ1",
          mask=(("window", 25, 9), ("chunk", 32), ("prefix", 30))),
 ]  # fmt: skip

@@ -22,9 +22,9 @@ def score_gradients(product, dp, scoring, rows, key, k_len, lse2, delta, MASKED:
     s, slope = scores(product, scoring, rows, key, k_len, MASKED)
     p = tl.math.exp2(s * scoring.factor - lse2)
     weight = p
-    if scoring.dropout is not None:
-        weight = drop(p, scoring.dropout, rows, key) * scoring.dropout.scale
-        dp = tl.where(weight == 0.0, 0.0, dp * scoring.dropout.scale)
+    if scoring.seed is not None:
+        weight = drop(p, scoring, rows, key) * scoring.drop_scale
+        dp = tl.where(weight == 0.0, 0.0, dp * scoring.drop_scale)
     ds = p * (dp - delta)
     if MASKED:
         ds = tl.where(s == -float("inf"), 0.0, ds)  # dp of a masked key may be NaN

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from tilewise.sequences import RowBounds, Sequences, row_bounds, sequences
 from tilewise.spec import BoundSpec
 from tilewise.tiles import cdiv
 
-from .structs import Dropout, Elements, Interval, Lengths, Scoring, Strided, Visit
+from .structs import Interval, Lengths, Scoring, Strided, Visit
 
 LOG2E = 1.0 / math.log(2.0)
 NO_KEY = 2**31 - 1
@@ -121,9 +122,12 @@ def per_row(x: Tensor) -> Strided:
     return Strided(x, batch[0] if batch else 0, 1, head)
 
 
-def elements(x: Tensor, shape: tuple[int, ...]) -> Elements:
+def _elements(name: str, x: Tensor | None, shape: tuple[int, ...]) -> dict[str, Any]:
+    """The fields of `Scoring` for a tensor that broadcasts to `shape`."""
+    if x is None:
+        return {}
     x = x.resolve_neg().expand(shape)
-    return Elements(x, *x.stride())
+    return {name: x} | dict(zip((f"{name}_b", f"{name}_h", f"{name}_m", f"{name}_n"), x.stride(), strict=True))
 
 
 def _closed_formulas(masks: list[IntervalMask]) -> Interval | None:
@@ -156,26 +160,21 @@ def _scoring(bound: BoundSpec, device: torch.device, B: int, H: int, max_q: int,
     dense = element_mask(bound.tile_masks)
     tiles = tile_map(blocks, max_q, max_k) if blocks else None
     plain = bound.spec.softcap is None and slopes is None and bound.bias is None and factor > 0
-    return Scoring(
-        factor=factor if plain else 1.0,
-        scale=None if plain else factor,
-        cap=None if bound.spec.softcap is None else bound.spec.softcap * LOG2E,
-        slopes=slopes,
-        slopes_batch=None if slopes is None else H,
-        bias=None if bound.bias is None else elements(bound.bias, shape),
-        dense=None if dense is None else elements(dense, shape),
-        pattern=None if tiles is None else elements(tiles.any, (B, H, *tiles.any.shape[2:])),
-        block_m=None if tiles is None else tiles.block_m,
-        block_n=None if tiles is None else tiles.block_n,
-        dropout=_dropout(bound, device),
-    )
-
-
-def _dropout(bound: BoundSpec, device: torch.device) -> Dropout | None:
-    if bound.seed is None:
-        return None
-    p = bound.spec.dropout_p
-    return Dropout(drop_threshold(p), 1.0 / (1.0 - p), bound.seed.to(device))
+    fields: dict[str, Any] = {
+        "factor": factor if plain else 1.0,
+        "scale": None if plain else factor,
+        "cap": None if bound.spec.softcap is None else bound.spec.softcap * LOG2E,
+        "slopes": slopes,
+        "slopes_batch": None if slopes is None else H,
+    }
+    fields |= _elements("bias", bound.bias, shape) | _elements("dense", dense, shape)
+    if tiles is not None:
+        fields |= _elements("pattern", tiles.any, (B, H, *tiles.any.shape[2:]))
+        fields |= {"block_m": tiles.block_m, "block_n": tiles.block_n}
+    if bound.seed is not None:
+        p = bound.spec.dropout_p
+        fields |= {"seed": bound.seed.to(device), "drop_threshold": drop_threshold(p), "drop_scale": 1.0 / (1.0 - p)}
+    return Scoring(**fields)
 
 
 def visit(lowered: Lowered, block_m: int, block_n: int, transposed: bool = False) -> Visit | None:

@@ -16,8 +16,8 @@ def query_rows(i, b, h, q_start, q_len, k_len, shift, interval, scoring, BLOCK_M
     m, valid = index + shift, index < q_len
     lo, hi = row_interval(interval, b, m, q_start + index, valid, k_len)
     first_key, second_key = index, index
-    if scoring.dropout is not None:
-        first_key, second_key = dropout_keys(scoring.dropout, b, h, index)
+    if scoring.seed is not None:
+        first_key, second_key = dropout_keys(scoring, b, h, index)
     return Rows(b, h, index, m, valid, lo, hi, first_key, second_key)
 
 

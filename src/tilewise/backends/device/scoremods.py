@@ -27,9 +27,9 @@ def tanh(x):
 
 
 @triton.jit
-def _element_at(x, b, h, row, key):
-    base = x.data + tl.cast(b, tl.int64) * x.batch + tl.cast(h, tl.int64) * x.head
-    return base + tl.cast(row, tl.int64) * x.row + tl.cast(key, tl.int64) * x.key
+def _element_at(data, batch, head, row_stride, key_stride, b, h, row, key):
+    base = data + tl.cast(b, tl.int64) * batch + tl.cast(h, tl.int64) * head
+    return base + tl.cast(row, tl.int64) * row_stride + tl.cast(key, tl.int64) * key_stride
 
 
 @triton.jit
@@ -51,31 +51,39 @@ def scores(product, scoring, rows, key, k_len, MASKED: tl.constexpr):
     if scoring.slopes is not None:
         s -= tl.load(scoring.slopes + b * scoring.slopes_batch + h) * LOG2E * tl.abs(m - key).to(tl.float32)
     if scoring.bias is not None:
-        bias = tl.load(_element_at(scoring.bias, b, h, index, key), mask=inside, other=0.0).to(tl.float32)
+        at = _element_at(scoring.bias, scoring.bias_b, scoring.bias_h, scoring.bias_m, scoring.bias_n, b, h, index, key)
+        bias = tl.load(at, mask=inside, other=0.0).to(tl.float32)
         scaled = tl.maximum(bias * LOG2E, -LARGEST_FLOAT)  # finite stays finite: only -inf means "masked"
         s += tl.where(bias == -float("inf"), bias, scaled)
     if MASKED:
         keep = keep_interval(key, lo, hi)
         if scoring.dense is not None:
-            keep = keep & (tl.load(_element_at(scoring.dense, b, h, index, key), mask=inside, other=0) != 0)
+            at = _element_at(
+                scoring.dense, scoring.dense_b, scoring.dense_h, scoring.dense_m, scoring.dense_n, b, h, index, key
+            )
+            keep = keep & (tl.load(at, mask=inside, other=0) != 0)
         if scoring.pattern is not None:
-            at = _element_at(scoring.pattern, b, h, index // scoring.block_m, key // scoring.block_n)
+            block, key_block = index // scoring.block_m, key // scoring.block_n
+            at = _element_at(
+                scoring.pattern, scoring.pattern_b, scoring.pattern_h, scoring.pattern_m, scoring.pattern_n, b, h, block,
+                key_block,
+            )  # fmt: skip
             keep = keep & (tl.load(at, mask=inside, other=0) != 0)
         s = tl.where(keep, s, -float("inf"))
     return s, slope
 
 
 @triton.jit
-def dropout_keys(dropout, b, h, row):
+def dropout_keys(scoring, b, h, row):
     """The two keys of each row's random stream."""
     first, second = dropout_row_keys(
-        tl.load(dropout.seed), tl.cast(b, tl.int64), tl.cast(h, tl.int64), tl.cast(row, tl.int64)
+        tl.load(scoring.seed), tl.cast(b, tl.int64), tl.cast(h, tl.int64), tl.cast(row, tl.int64)
     )
     return first.to(tl.uint32), second.to(tl.uint32)
 
 
 @triton.jit
-def drop(p, dropout, rows, key):
+def drop(p, scoring, rows, key):
     """`p` without what dropout removes; the same elements on every backend for the same seed."""
     bits = dropout_bits(rows.first_key, rows.second_key, tl.cast(key, tl.uint32))
-    return tl.where(bits >= tl.cast(dropout.threshold, tl.uint32), p, 0.0)
+    return tl.where(bits >= tl.cast(scoring.drop_threshold, tl.uint32), p, 0.0)

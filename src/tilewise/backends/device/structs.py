@@ -1,6 +1,6 @@
 """What a kernel is told, in NamedTuples. A field that is None is absent: the code for it is not generated.
 
-Triton 3.6 cannot compare a struct with None if the struct itself holds a None: optional structs hold none.
+They are flat: where a kernel branches, Triton 3.6 loses the constants (None, a stride of 1) of structs within structs.
 """
 
 from typing import NamedTuple
@@ -54,16 +54,11 @@ class Elements(NamedTuple):
     key: int | None
 
 
-class Dropout(NamedTuple):
-    threshold: int
-    scale: float
-    seed: Tensor  # int64 (1,)
-
-
 class Scoring(NamedTuple):
     """From q.k to the scores that the softmax sees, in units of log2: cap tanh(scale q.k / cap) - slope |m - n| + bias.
 
     Where nothing modifies the scores, `scale` is absent and the softmax takes the whole factor into its exponent.
+    (B, H, Sq, Sk) tensors come with their strides `*_b`, `*_h`, `*_m`, `*_n`, 0 where broadcast.
     """
 
     factor: float
@@ -71,12 +66,26 @@ class Scoring(NamedTuple):
     cap: float | None = None
     slopes: Tensor | None = None  # at slopes_batch * b + h
     slopes_batch: int | None = None
-    bias: Elements | None = None
-    dense: Elements | None = None
-    pattern: Elements | None = None  # block-sparse: entry (row // block_m, key // block_n)
+    bias: Tensor | None = None
+    bias_b: int | None = None
+    bias_h: int | None = None
+    bias_m: int | None = None
+    bias_n: int | None = None
+    dense: Tensor | None = None  # bool
+    dense_b: int | None = None
+    dense_h: int | None = None
+    dense_m: int | None = None
+    dense_n: int | None = None
+    pattern: Tensor | None = None  # bool, block-sparse: entry (row // block_m, key // block_n)
+    pattern_b: int | None = None
+    pattern_h: int | None = None
+    pattern_m: int | None = None
+    pattern_n: int | None = None
     block_m: int | None = None
     block_n: int | None = None
-    dropout: Dropout | None = None
+    seed: Tensor | None = None  # of dropout, int64 (1,)
+    drop_threshold: int | None = None
+    drop_scale: float | None = None
 
 
 class Rows(NamedTuple):

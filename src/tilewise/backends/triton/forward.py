@@ -30,8 +30,8 @@ def forward_step(
     k = load_rows(keys.k, keys.k_row, j * BLOCK_N, keys.length, n, tl.arange(0, q.shape[1]), D, TMA, MASKED)
     s, _ = scores(tl.dot(q, tl.trans(k), input_precision=PRECISION), scoring, rows, key, keys.length, MASKED)
     p, top, total, alpha = update_softmax(s, top, total, scoring.factor)
-    if scoring.dropout is not None:
-        p = drop(p, scoring.dropout, rows, key)
+    if scoring.seed is not None:
+        p = drop(p, scoring, rows, key)
     v = load_rows(keys.v, keys.v_row, j * BLOCK_N, keys.length, n, tl.arange(0, acc.shape[1]), DV, TMA, MASKED)
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, top, total
@@ -85,8 +85,8 @@ def repair_rows(
                 tl.dot(q, tl.trans(k), input_precision=PRECISION), scoring, down(rows), key, keys.length, True
             )
             p = tl.math.exp2(s * scoring.factor - lse2[:, None])
-            if scoring.dropout is not None:
-                p = drop(p, scoring.dropout, down(rows), key)
+            if scoring.seed is not None:
+                p = drop(p, scoring, down(rows), key)
             v = load_rows(v_base, keys.v_row, j * BLOCK_N, keys.length, n, column, DV, False, True)
             finite = v.to(tl.float32) * 0.0 == 0.0
             seen = tl.where(s == -float("inf"), 0.0, 1.0).to(v.dtype)
@@ -146,8 +146,8 @@ def forward_kernel(
     else:
         row_lse, norm = finish_softmax(top, total, None)
     scale = 1.0
-    if scoring.dropout is not None:
-        scale = scoring.dropout.scale
+    if scoring.seed is not None:
+        scale = scoring.drop_scale
     tl.store(rows_at(lse, b, h, q_start) + rows.index, row_lse, mask=rows.valid)
     o_base = rows_at(o, b, h, q_start)
     acc = acc * (norm * scale)[:, None]
