@@ -20,12 +20,12 @@ def circumstances(data: dict[str, Any]) -> str:
     return f"{m['cpu']}, {m['cores']} cores, torch {m['torch']}, numba {m['numba']}, {m['date'][:10]}"
 
 
-def speed() -> str:
+def speed(name: str) -> str:
     """GFLOP/s against SDPA, one thread."""
-    data = stored("bench-cpu")
+    data = stored(name)
     lines = [
         "Speed against PyTorch's `scaled_dot_product_attention`, one thread, CPU time, interleaved in one run, after a "
-        f"conformance check of each shape ({circumstances(data)}; `tilewise bench`, `benchmarks/results/bench-cpu.json`):",
+        f"conformance check of each shape ({circumstances(data)}; `tilewise bench`, `benchmarks/results/{name}.json`):",
         "",
         "| batch x heads x seqlen x head dim | dtype | forward | backward |",
         "|---|---|---|---|",
@@ -74,7 +74,7 @@ def _megabytes(point: dict[str, Any], who: str, what: str) -> str:
 
 def markdown() -> str:
     """All figures of the README."""
-    return "\n\n".join([speed(), memory()])
+    return "\n\n".join([speed("bench-cpu-zen3"), speed("bench-cpu-emerald-rapids"), memory()])
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ The report names the GPU and the versions; every failure stands in it with its t
 """
 
 import argparse
-import datetime
 import json
 import sys
 from collections import Counter
@@ -15,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import triton
+
+from tilewise.cli import output
 
 
 class Report:
@@ -37,12 +38,8 @@ class Report:
         outcomes = Counter(test["outcome"] for test in self.tests.values())
         told = {name: test for name, test in self.tests.items() if test["outcome"] == "failed"}
         skips = Counter(test["text"] for test in self.tests.values() if test["outcome"] == "skipped")
-        about = {
-            "gpu": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "date": datetime.date.today().isoformat(),
-        }
+        machine = output.machine() | {"gpu": torch.cuda.get_device_name(), "triton": triton.__version__}
+        about = {"command": " ".join(sys.argv), "machine": machine}
         passed = sorted(name for name, test in self.tests.items() if test["outcome"] == "passed")
         report = about | {"outcomes": outcomes, "failures": told, "skips": skips, "passed": passed}
         self.path.write_text(json.dumps(report, indent=1) + "\n")

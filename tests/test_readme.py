@@ -77,7 +77,7 @@ def test_stored_results_name_their_circumstances():
     assert results
     for path in results:
         machine = json.loads(path.read_text())["machine"]
-        assert machine["cpu"] and machine["torch"] and machine["date"], path
+        assert (machine.get("gpu") or machine["cpu"]) and machine["torch"] and machine["date"], path
 
 
 def test_help_lists_every_command():
