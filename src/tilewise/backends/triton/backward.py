@@ -28,7 +28,7 @@ DELTA_ROWS = 64  # of one program of `delta_kernel`
 _delta, _dq, _dkdv = Launcher(), Launcher(), Launcher()
 
 
-@triton.jit(do_not_specialize=["lengths"])
+@triton.jit(do_not_specialize=["heads", "tiles"])
 def delta_kernel(
     o, do, dlse, delta, lengths, heads, tiles, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr
 ):
@@ -51,8 +51,7 @@ def delta_kernel(
 @triton.jit
 def dq_sweep(
     first, last, listed, visit, dq, dslope, q, do, keys, rows, scoring, lse2, delta, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
-    CLEAN: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
     """Key tiles: dq += ds k, and the slopes' share of each row."""
     for entry in tl.range(first, last):
@@ -72,7 +71,7 @@ def dq_sweep(
     return dq, dslope
 
 
-@triton.jit(do_not_specialize=["lengths", "interval"])
+@triton.jit(do_not_specialize=["heads", "group", "tiles"])
 def dq_kernel(
     q, k, v, do, lse, delta, dq, dslopes, lengths, interval, scoring, visit, softmax_scale, heads, group, tiles,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -128,9 +127,8 @@ def dq_kernel(
 @triton.jit
 def dkdv_sweep(
     first, last, listed, visit, dk_sum, dv_sum, dk, dv, k, v, q, do, lse, delta, b, h, j, q_start, q_len, k_len, shift,
-    interval, scoring,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
-    CLEAN: tl.constexpr,
+    interval, scoring, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
     """Row tiles of one head: dv += p^T do, dk += ds^T q."""
     BLOCK_N: tl.constexpr = k.shape[0]
@@ -161,7 +159,7 @@ def dkdv_sweep(
     return dk_sum, dv_sum
 
 
-@triton.jit(do_not_specialize=["lengths", "interval"])
+@triton.jit(do_not_specialize=["heads_kv", "group", "tiles"])
 def dkdv_kernel(
     q, k, v, do, lse, delta, dk, dv, lengths, interval, scoring, visit, softmax_scale, heads_kv, group, tiles,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,

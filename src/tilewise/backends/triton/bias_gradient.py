@@ -50,7 +50,7 @@ def tile_ds(
     return ds
 
 
-@triton.jit(do_not_specialize=["lengths", "interval"])
+@triton.jit(do_not_specialize=["group"])
 def dbias_kernel(
     q, k, v, do, lse, delta, dbias, owners, sums, lengths, interval, scoring, group, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,

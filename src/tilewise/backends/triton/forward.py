@@ -20,45 +20,22 @@ _launcher = Launcher()
 
 
 @triton.jit
-def forward_step(
-    j, acc, top, total, q, keys, rows, scoring, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """One key tile: s = q k^T, p = 2^(s - max), acc = alpha acc + p v."""
-    n = tl.arange(0, BLOCK_N)
-    key = (j * BLOCK_N + n)[None, :]
-    k = load_rows(keys.k, keys.k_row, j * BLOCK_N, keys.length, n, tl.arange(0, q.shape[1]), D, TMA, MASKED)
-    s, _ = scores(tl.dot(q, tl.trans(k), input_precision=PRECISION), scoring, rows, key, keys.length, MASKED)
-    p, top, total, alpha = update_softmax(s, top, total, scoring.factor)
-    if scoring.seed is not None:
-        p = drop(p, scoring, rows, key)
-    v = load_rows(keys.v, keys.v_row, j * BLOCK_N, keys.length, n, tl.arange(0, acc.shape[1]), DV, TMA, MASKED)
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-    return acc, top, total
-
-
-@triton.jit
 def forward_sweep(
     first, last, listed, visit, acc, top, total, q, keys, rows, scoring, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
+    """Key tiles: s = q k^T, p = 2^(s - max), acc = alpha acc + p v."""
+    n = tl.arange(0, BLOCK_N)
     for entry in tl.range(first, last):
-        acc, top, total = forward_step(
-            tile_of(entry, listed, visit),
-            acc,
-            top,
-            total,
-            q,
-            keys,
-            rows,
-            scoring,
-            D,
-            DV,
-            BLOCK_N,
-            PRECISION,
-            TMA,
-            MASKED,
-        )
+        j = tile_of(entry, listed, visit)
+        key = (j * BLOCK_N + n)[None, :]
+        k = load_rows(keys.k, keys.k_row, j * BLOCK_N, keys.length, n, tl.arange(0, q.shape[1]), D, TMA, MASKED)
+        s, _ = scores(tl.dot(q, tl.trans(k), input_precision=PRECISION), scoring, rows, key, keys.length, MASKED)
+        p, top, total, alpha = update_softmax(s, top, total, scoring.factor)
+        if scoring.seed is not None:
+            p = drop(p, scoring, rows, key)
+        v = load_rows(keys.v, keys.v_row, j * BLOCK_N, keys.length, n, tl.arange(0, acc.shape[1]), DV, TMA, MASKED)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, top, total
 
 
@@ -97,7 +74,7 @@ def repair_rows(
         store_rows(o, row_stride, acc * scale, rows.index, column, rows.valid, DV)
 
 
-@triton.jit(do_not_specialize=["lengths", "interval"])
+@triton.jit(do_not_specialize=["heads", "group", "tiles"])
 def forward_kernel(
     q, k, v, o, lse, max_logit, lengths, interval, scoring, visit, sinks, heads, group, tiles, D: tl.constexpr,
     DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -156,8 +133,7 @@ def forward_kernel(
         lse2 = tl.where(row_lse == -float("inf"), float("inf"), row_lse * LOG2E)
         repair_rows(
             o_base, o.row, rows_at(v, b, hkv, k_start), first, last, listed, visit, q_tile, keys, rows, scoring, lse2,
-            scale, D, DV, BLOCK_N,
-            min(32, BLOCK_DV), PRECISION, TMA,
+            scale, D, DV, BLOCK_N, min(32, BLOCK_DV), PRECISION, TMA,
         )  # fmt: skip
 
 
