@@ -8,7 +8,7 @@ import torch
 import triton
 from cases import CASES
 
-from tilewise.testing import Case, assert_matches_reference, make_inputs
+from tilewise.testing import Case, Inputs, assert_matches_reference, make_inputs
 
 assert triton.knobs.runtime.interpret, "run with TRITON_INTERPRET=1"
 
@@ -36,3 +36,10 @@ def test_16_bit():
     """float16 only: Triton 3.6's interpreter multiplies bfloat16 matrices wrongly."""
     case = Case("16_bit", B=1, Sq=70, Sk=90, H=2, Hkv=1, D=24, mask=(("causal",),), dropout=0.2, softcap=5.0)
     assert_matches_reference(make_inputs(case, torch.float16), backend="triton")
+
+
+def test_upstream_gradients_of_any_strides():
+    """`lse.sum().backward()` and `o.sum().backward()` bring gradients that are one number, expanded."""
+    q, k, v = (torch.randn(2, 20, 2, 16) for _ in range(3))
+    do, dlse = torch.ones(()).expand(2, 20, 2, 16), torch.ones(()).expand(2, 2, 20)
+    assert_matches_reference(Inputs(q, k, v, {"causal": True}, do=do, dlse=dlse), backend="triton")

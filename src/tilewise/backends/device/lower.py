@@ -118,8 +118,7 @@ def strided(x: Tensor) -> Strided:
 def per_row(x: Tensor) -> Strided:
     """Strides of one number per row: (B, H, S), or packed (H, total)."""
     *batch, head, row = x.stride()
-    assert row == 1 or x.shape[-1] <= 1
-    return Strided(x, batch[0] if batch else 0, 1, head)
+    return Strided(x, batch[0] if batch else 0, row, head)
 
 
 def _elements(name: str, x: Tensor | None, shape: tuple[int, ...]) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
 from torch import Tensor
 
 from tilewise.backends.base import Grads, Needs
@@ -17,12 +20,22 @@ def last_dim_dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.size(-1) == 1 else x.contiguous()
 
 
+def _on_device(x: Tensor) -> AbstractContextManager:
+    """Make the device of `x` the current one: kernels start there. Nothing to do where it already is, which is cheaper."""
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)
+
+
 class TritonBackend:
+    """Forward and backward on any GPU that Triton reaches; every sum has one owner, so results repeat bit by bit."""
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, bound: BoundSpec, max_q: int, max_k: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = map(last_dim_dense, (q, k, v))
-        return forward(q, k, v, lower(q, k, bound, max_q, max_k))
+        with _on_device(q):
+            return forward(q, k, v, lower(q, k, bound, max_q, max_k))
 
     def backward(
         self,
@@ -40,7 +53,8 @@ class TritonBackend:
     ) -> Grads:
         q, k, v = map(last_dim_dense, (q, k, v))
         do = None if do is None else last_dim_dense(do)
-        grads = backward(do, dlse, q, k, v, o, lse, lower(q, k, bound, max_q, max_k), needs)
+        with _on_device(q):
+            grads = backward(do, dlse, q, k, v, o, lse, lower(q, k, bound, max_q, max_k), needs)
         return grads._replace(
             dbias=_like(grads.dbias, bound.bias),
             dslopes=_like(grads.dslopes, bound.alibi_slopes),
