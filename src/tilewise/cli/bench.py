@@ -136,7 +136,8 @@ def _bench_gpu(shape, dtype, peer, rounds, json, plot) -> None:
     if unknown := set(peers) - gpu.PEERS.keys():
         raise ValueError(f"peers are {', '.join(gpu.PEERS)}; got {', '.join(sorted(unknown))}")
     shapes = [Shape.parse(text) for text in shape] if shape else gpu.GRID
-    data = gpu.bench(shapes, [dtype_of(name) for name in dtype or ("bf16",)], peers, rounds)
+    dtypes = [dtype_of(name) for name in dtype or ("bf16",)]
+    data = gpu.bench(shapes, dtypes, peers, rounds, lambda part: write_json(json, "bench", part, say=False))
     if plot is not None and data["results"]:
         gpu.draw_grid(data["results"], peers, plot)
     write_json(json, "bench", data)

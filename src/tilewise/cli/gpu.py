@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,17 @@ def _flex(shape: Shape) -> Callable[..., Tensor]:
     return lambda q, k, v: compiled(q, k, v, block_mask=mask, enable_gqa=shape.H != shape.Hkv)  # pyright: ignore
 
 
-def _eager(shape: Shape) -> Callable[..., Tensor]:
-    hidden = torch.ones(shape.S, shape.S, dtype=torch.bool, device="cuda").triu(1) if shape.causal else None
+@lru_cache(maxsize=1)
+def _hidden(S: int, device: torch.device) -> Tensor:
+    return torch.ones(S, S, dtype=torch.bool, device=device).triu(1)
 
+
+def _eager(shape: Shape) -> Callable[..., Tensor]:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         s = q @ k.transpose(-1, -2) * shape.D**-0.5
-        return torch.softmax(s if hidden is None else s.masked_fill_(hidden, -torch.inf), -1) @ v
+        if shape.causal:
+            s = s.masked_fill_(_hidden(shape.S, s.device), -torch.inf)
+        return torch.softmax(s, -1) @ v
 
     return attention
 
@@ -73,8 +79,17 @@ PEERS: dict[str, Callable[[Shape], Callable[..., Tensor]]] = {
 }
 
 
-def bench(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], peers: Sequence[str], rounds: int) -> dict[str, Any]:
-    """Check and time every problem; prints a table, returns what the JSON holds."""
+def bench(
+    shapes: Sequence[Shape],
+    dtypes: Sequence[torch.dtype],
+    peers: Sequence[str],
+    rounds: int,
+    on_problem: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Check and time every problem; prints a table, returns what the JSON holds.
+
+    `on_problem` is given as much as there is after each problem: a run cut short leaves its part.
+    """
     results, refused = [], []
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
         task = progress.add_task("measuring", total=len(shapes) * len(dtypes))
@@ -91,7 +106,12 @@ def bench(shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], peers: Sequenc
                 else:
                     results += _measure(shape, dtype, (q, k, v, do), peers, rounds)
                 progress.advance(task)
+                on_problem(_data(results, refused, peers, rounds))
     _show(results, peers)
+    return _data(results, refused, peers, rounds)
+
+
+def _data(results: list[dict[str, Any]], refused: list[str], peers: Sequence[str], rounds: int) -> dict[str, Any]:
     about = {"gpu": torch.cuda.get_device_name(), "idle_s": IDLE, "burst_s": BURST, "rounds": rounds}
     return about | {"refused": refused, "geometric_means": _means(results, peers), "results": results}
 

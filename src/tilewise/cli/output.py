@@ -51,13 +51,14 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]], lef
     return made
 
 
-def write_json(path: Path | None, command: str, data: dict[str, Any]) -> None:
-    """Write a command's results with the machine they come from; no path, no file."""
+def write_json(path: Path | None, command: str, data: dict[str, Any], say: bool = True) -> None:
+    """Write a command's results with the machine they come from, and say so; no path, no file."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({"command": command, "machine": machine(), **data}, indent=2) + "\n")
-    console.print(f"wrote {path}")
+    if say:
+        console.print(f"wrote {path}")
 
 
 def machine() -> dict[str, Any]:

@@ -1,0 +1,60 @@
+"""What of `tilewise bench --device cuda` needs no GPU: its check, its means, its picture, its refusals."""
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tilewise.cli import gpu
+from tilewise.cli.main import app
+from tilewise.cli.problems import Shape
+
+SHAPE = Shape.parse("2x3x40x16:causal")
+
+
+def _tensors():
+    return (torch.randn(SHAPE.B, SHAPE.S, SHAPE.H, SHAPE.D, dtype=torch.bfloat16) for _ in range(4))
+
+
+def _results():
+    rates = [("1x2x512x64:causal", 300.0, 200.0), ("1x2x1024x64:causal", 400.0, 100.0)]
+    return [
+        {"shape": shape, "dtype": "bf16", "pass": name, "tflops": {gpu.OURS: ours, "flash": theirs}}
+        for shape, ours, theirs in rates
+        for name in gpu.PASSES
+    ]
+
+
+def test_the_grid_is_the_papers():
+    assert len(gpu.GRID) == 36
+    assert {(s.B * s.S, s.H * s.D) for s in gpu.GRID} == {(gpu.TOKENS, gpu.HIDDEN)}
+
+
+def test_right_results_pass_the_check():
+    assert gpu._check(SHAPE, *_tensors()) == ""
+
+
+@pytest.mark.parametrize("factor", [1.1, float("nan")])
+def test_wrong_results_do_not(monkeypatch, factor):
+    right = gpu.ours(SHAPE)
+    monkeypatch.setattr(gpu, "ours", lambda shape: lambda q, k, v: right(q, k, v * factor))
+    assert gpu._check(SHAPE, *_tensors())
+
+
+def test_means_and_picture(tmp_path):
+    means = gpu._means(_results(), ["flash", "cudnn"])
+    assert means == pytest.approx({"forward over flash": 6**0.5, "backward over flash": 6**0.5})
+    gpu.draw_grid(_results(), ["flash", "cudnn"], tmp_path / "grid.png")
+    assert (tmp_path / "grid.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so():
+    found = CliRunner().invoke(app, ["bench", "--device", "cuda"])
+    assert found.exit_code != 0 and "no GPU" in found.output
+
+
+@pytest.mark.parametrize("arguments", [["--device", "tpu"], ["--peer", "flash"]])
+def test_arguments_are_checked(arguments):
+    found = CliRunner().invoke(app, ["bench", *arguments])
+    assert found.exit_code != 0
+    assert "cpu or cuda" in found.output + str(found.exception)
