@@ -112,3 +112,16 @@ def test_intervals_of_ints_and_tensors_are_equal():
 def test_chunk_interval_floors_negative_positions():
     assert predicates.chunk_interval(-1, 4) == (-4, 0)
     assert predicates.chunk_interval(-5, 4) == (-8, -4)
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 8])
+def test_formulas_turned_round_see_the_same_pairs(size):
+    """Which rows see a key, against which keys a row sees, for every pair."""
+    for n in range(12):
+        for m in range(-6, 18):
+            assert (m >= predicates.window_first_row(n, size)) == (n < predicates.window_high(m, size))
+            assert (m < predicates.window_end_row(n, size)) == (n >= predicates.window_low(m, size))
+            assert (m >= predicates.prefix_first_row(n, size)) == (n < predicates.prefix_high(m, size))
+            if size:
+                (lo, hi), (first, end) = predicates.chunk_interval(m, size), predicates.chunk_interval(n, size)
+                assert (lo <= n < hi) == (first <= m < end)

@@ -8,6 +8,7 @@ outside ``[0, Sk]`` and may cross; `tiles.clip_interval` makes them proper. ``No
 """
 
 LOW32 = 0xFFFFFFFF
+BEFORE_ALL_ROWS = 2**30  # farther than any sequence is long
 
 
 def causal_interval(m):
@@ -45,6 +46,21 @@ def prefix_high(m, length):
 def prefix_interval(m, length):
     """Prefix-LM: every query sees the first `length` keys, and is causal after them."""
     return None, prefix_high(m, length)
+
+
+def window_first_row(n, right):
+    """The window turned round: the first position that sees key `n`."""
+    return n - right
+
+
+def window_end_row(n, left):
+    """One past the last position whose window holds key `n`."""
+    return n + left + 1
+
+
+def prefix_first_row(n, length):
+    """Prefix-LM turned round: every position sees a key of the prefix, its own and later ones see another."""
+    return n - (n < length) * BEFORE_ALL_ROWS
 
 
 def keep_interval(n, lo, hi):

@@ -27,11 +27,15 @@ def _portable(function: Callable) -> Any:
 
 _namespace["tl"] = tl  # the interpreter wants to see it
 _namespace["LOW32"] = tl.constexpr(predicates.LOW32)
+_namespace["BEFORE_ALL_ROWS"] = tl.constexpr(predicates.BEFORE_ALL_ROWS)
 _namespace["TileRange"] = tiles.TileRange
 
 window_low = _portable(predicates.window_low)
 window_high = _portable(predicates.window_high)
 prefix_high = _portable(predicates.prefix_high)
+window_first_row = _portable(predicates.window_first_row)
+window_end_row = _portable(predicates.window_end_row)
+prefix_first_row = _portable(predicates.prefix_first_row)
 chunk_interval = _portable(predicates.chunk_interval)
 keep_interval = _portable(predicates.keep_interval)
 mix32 = _portable(predicates._mix32)

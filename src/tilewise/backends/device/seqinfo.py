@@ -3,7 +3,15 @@
 import triton
 import triton.language as tl
 
-from .portable import chunk_interval, prefix_high, window_high, window_low
+from .portable import (
+    chunk_interval,
+    prefix_first_row,
+    prefix_high,
+    window_end_row,
+    window_first_row,
+    window_high,
+    window_low,
+)
 
 NO_KEY = tl.constexpr(2**31 - 1)  # larger than every key position
 
@@ -55,11 +63,11 @@ def key_interval(interval, n, valid, shift, q_len):
     first = n * 0
     end = first + q_len
     if interval.left is not None:
-        end = tl.minimum(end, n + interval.left + 1 - shift)
+        end = tl.minimum(end, window_end_row(n, interval.left) - shift)
     if interval.right is not None:
-        first = tl.maximum(first, n - interval.right - shift)
+        first = tl.maximum(first, window_first_row(n, interval.right) - shift)
     if interval.prefix is not None:
-        first = tl.maximum(first, tl.where(n < interval.prefix, 0, n - shift))
+        first = tl.maximum(first, prefix_first_row(n, interval.prefix) - shift)
     if interval.chunk is not None:
         low, high = chunk_interval(n, interval.chunk)
         first, end = tl.maximum(first, low - shift), tl.minimum(end, high - shift)
