@@ -56,6 +56,18 @@ class Grads(NamedTuple):
     dslopes: Tensor | None = None
     dsinks: Tensor | None = None
 
+    def shaped_like(self, bound: BoundSpec) -> Grads:
+        """With dbias, dslopes and dsinks in the shapes and dtypes of what the caller gave: summed over broadcast dims."""
+        return self._replace(
+            dbias=_like(self.dbias, bound.bias),
+            dslopes=_like(self.dslopes, bound.alibi_slopes),
+            dsinks=_like(self.dsinks, bound.sinks),
+        )
+
+
+def _like(grad: Tensor | None, tensor: Tensor | None) -> Tensor | None:
+    return None if grad is None or tensor is None else grad.sum_to_size(tensor.shape).to(tensor.dtype)
+
 
 class Backend(Protocol):
     """Kernels for one family of hardware. Shapes as in `tilewise.attention`, layout (B, S, H, D) or packed."""

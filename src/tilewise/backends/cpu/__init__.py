@@ -38,19 +38,10 @@ class CpuBackend:
         if needs.dbias and bound.bias is not None:
             bound = replace(bound, bias=_own_memory(bound.bias))
         grads = backward(do, dlse, q, k, v, o, lse, lower(q, k, bound, max_q, max_k), needs)
-        return grads._replace(
-            dbias=_like(grads.dbias, bound.bias),
-            dslopes=_like(grads.dslopes, bound.alibi_slopes),
-            dsinks=_like(grads.dsinks, bound.sinks),
-        )
+        return grads.shaped_like(bound)
 
 
 def _own_memory(bias: Tensor) -> Tensor:
     """The bias with memory of its own for every element: kernels sum the gradients of elements that share memory."""
     shared = any(stride == 0 and size > 1 for stride, size in zip(bias.stride(), bias.shape, strict=True))
     return bias.contiguous() if shared else bias
-
-
-def _like(grad: Tensor | None, tensor: Tensor | None) -> Tensor | None:
-    """A gradient in the shape and dtype of what the caller gave: summed over the dims along which it was broadcast."""
-    return None if grad is None or tensor is None else grad.sum_to_size(tensor.shape).to(tensor.dtype)

@@ -13,11 +13,13 @@ from tilewise.backends.triton.backward import backward
 from tilewise.backends.triton.forward import forward
 from tilewise.spec import BoundSpec
 
+FAR = 2**23  # elements between rows from which 256 of them no longer fit in the 32-bit offsets inside a tile
 
-def last_dim_dense(x: Tensor) -> Tensor:
-    """`x` with consecutive elements along its last dim: a copy only where they are not."""
+
+def as_rows(x: Tensor) -> Tensor:
+    """`x` as kernels read it, consecutive along its last dim and rows not FAR apart: a copy only where it is not so."""
     x = x.resolve_neg()
-    return x if x.stride(-1) == 1 or x.size(-1) == 1 else x.contiguous()
+    return x if (x.stride(-1) == 1 or x.size(-1) == 1) and x.stride(-3) < FAR else x.contiguous()
 
 
 def _on_device(x: Tensor) -> AbstractContextManager:
@@ -33,7 +35,7 @@ class TritonBackend:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, bound: BoundSpec, max_q: int, max_k: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = map(last_dim_dense, (q, k, v))
+        q, k, v = map(as_rows, (q, k, v))
         with _on_device(q):
             return forward(q, k, v, lower(q, k, bound, max_q, max_k))
 
@@ -51,17 +53,8 @@ class TritonBackend:
         max_k: int,
         needs: Needs,
     ) -> Grads:
-        q, k, v = map(last_dim_dense, (q, k, v))
-        do = None if do is None else last_dim_dense(do)
+        q, k, v = map(as_rows, (q, k, v))
+        do = None if do is None else as_rows(do)
         with _on_device(q):
             grads = backward(do, dlse, q, k, v, o, lse, lower(q, k, bound, max_q, max_k), needs)
-        return grads._replace(
-            dbias=_like(grads.dbias, bound.bias),
-            dslopes=_like(grads.dslopes, bound.alibi_slopes),
-            dsinks=_like(grads.dsinks, bound.sinks),
-        )
-
-
-def _like(grad: Tensor | None, tensor: Tensor | None) -> Tensor | None:
-    """A gradient in the shape and dtype of what the caller gave: summed over the dims along which it was broadcast."""
-    return None if grad is None or tensor is None else grad.sum_to_size(tensor.shape).to(tensor.dtype)
+        return grads.shaped_like(bound)
