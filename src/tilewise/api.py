@@ -123,6 +123,7 @@ def attention_varlen(
         cu_seqlens_q: int32 (B + 1,): ``[0, l0, l0 + l1, ...]``, the rows of each sequence in q.
         cu_seqlens_k: the same for k and v; default `cu_seqlens_q`.
         max_seqlen_q, max_seqlen_k: the longest sequence; default read from cu_seqlens (CPU only; elsewhere required).
+            A GPU cannot check them without a stall: there a sequence that is longer counts up to them and no farther.
         seqused_q, seqused_k: int32 (B,): only the first so many rows or keys of each sequence are used.
         bias, mask: broadcastable to (B, H, max_seqlen_q, max_seqlen_k), indexed by row and key inside a sequence.
         others: as in `attention`; positions and alignment count within each sequence.
