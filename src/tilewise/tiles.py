@@ -37,3 +37,15 @@ def kv_tile_range(lo_min, lo_max, hi_min, hi_max, block_n):
     full_first = min(max(cdiv(lo_max, block_n), first), last)
     full_last = min(max(hi_min // block_n, full_first), last)
     return TileRange(first, full_first, full_last, last)
+
+
+def work_order(place, tiles, heads, together):
+    """(rank of the tile, head) that program `place` of ``tiles * heads`` takes.
+
+    Programs go through the tiles of `together` heads rank by rank, then through the next heads: with the longest tiles
+    ranked first, short ones are left for the end, and the heads worked on at one time stay few enough for the cache.
+    """
+    first = place // (tiles * together) * together
+    width = min(together, heads - first)
+    inside = place - first * tiles
+    return inside // width, first + inside % width

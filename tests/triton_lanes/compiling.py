@@ -28,7 +28,7 @@ TARGETS = {
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 KERNELS = {
     "forward": ("forward_kernel",),
-    "backward": ("delta_kernel", "dq_kernel", "dkdv_kernel"),
+    "backward": ("statistics_kernel", "dq_kernel", "dkdv_kernel"),
     "bias_gradient": ("dbias_kernel",),
 }
 

@@ -3,29 +3,62 @@
 import triton
 import triton.language as tl
 
-from .scoremods import drop, scores
+from .scoremods import drop, hide, scores
 from .seqinfo import rows_at
 from .softmax import LOG2E
 
 
 @triton.jit
-def load_statistics(lse, delta, b, h, q_start, rows):
-    """(lse in units of log2, delta) of the rows; +inf where a row sees no key, which makes its p 0."""
-    row_lse = tl.load(rows_at(lse, b, h, q_start) + rows.index, mask=rows.valid, other=-float("inf"))
-    row_delta = tl.load(rows_at(delta, b, h, q_start) + rows.index, mask=rows.valid, other=0.0)
-    return tl.where(row_lse == -float("inf"), float("inf"), row_lse * LOG2E), row_delta
+def statistics(lse, scoring):
+    """What products start from, so that neither lse nor delta is kept until p and ds: -lse as a sum q k^T before scaling.
+
+    -inf, which makes p 0, where a row sees no key.
+    """
+    return tl.where(lse == -float("inf"), lse, -lse * LOG2E / scoring.factor)
 
 
 @triton.jit
-def score_gradients(product, dp, scoring, rows, key, k_len, lse2, delta, MASKED: tl.constexpr):
-    """(p as it weighs the values, ds, d score / d product over scale), all shaped like `product`."""
-    s, slope = scores(product, scoring, rows, key, k_len, MASKED)
-    p = tl.math.exp2(s * scoring.factor - lse2)
+def load_statistics(minus_lse, minus_delta, b, h, q_start, rows):
+    """(-lse, -delta) of the rows, -lse in the units of `statistics`."""
+    row_lse = tl.load(rows_at(minus_lse, b, h, q_start) + rows.index, mask=rows.valid, other=-float("inf"))
+    row_delta = tl.load(rows_at(minus_delta, b, h, q_start) + rows.index, mask=rows.valid, other=0.0)
+    return row_lse, row_delta
+
+
+@triton.jit
+def score_start(scoring, minus_lse):
+    """What the sum q k^T starts from: -lse, unless something modifies the scores before lse goes off."""
+    if scoring.scale is None:
+        return minus_lse
+    else:
+        return tl.zeros_like(minus_lse)
+
+
+@triton.jit
+def upstream_start(scoring, minus_delta):
+    """What the sum do v^T starts from: -delta, unless dropout scales it before delta goes off."""
+    if scoring.seed is None:
+        return minus_delta
+    else:
+        return tl.zeros_like(minus_delta)
+
+
+@triton.jit
+def score_gradients(product, dp, scoring, rows, key, k_len, minus_lse, minus_delta, partial, CLEAN: tl.constexpr):
+    """(p as it weighs the values, ds, d score / d product over scale), all shaped like `product`.
+
+    `product` and `dp` are sums from `score_start` and `upstream_start`; `partial`: not every row sees every key. CLEAN
+    keeps NaN and Inf in dp of unseen keys out of ds.
+    """
+    s, slope = scores(product, scoring, rows, key, k_len)
+    if partial:
+        s = hide(s, scoring, rows, key, k_len)
+    p = tl.math.exp2(s * scoring.factor) if scoring.scale is None else tl.math.exp2(s + minus_lse)
     weight = p
     if scoring.seed is not None:
         weight = drop(p, scoring, rows, key) * scoring.drop_scale
-        dp = tl.where(weight == 0.0, 0.0, dp * scoring.drop_scale)
-    ds = p * (dp - delta)
-    if MASKED:
-        ds = tl.where(s == -float("inf"), 0.0, ds)  # dp of a masked key may be NaN
+        dp = tl.where(weight == 0.0, 0.0, dp * scoring.drop_scale) + minus_delta
+    ds = p * dp
+    if CLEAN:
+        ds = tl.where(s == -float("inf"), 0.0, ds)
     return weight, ds, slope

@@ -6,7 +6,7 @@ import triton.language as tl
 from .portable import kv_tile_range
 from .scoremods import dropout_keys
 from .seqinfo import extremes, key_interval, row_interval
-from .structs import Rows
+from .structs import Rows, Walk
 
 
 @triton.jit
@@ -48,55 +48,40 @@ def _listed(visit, b, h, i):
 
 @triton.jit
 def key_tiles(rows, visit, i, BLOCK_N: tl.constexpr):
-    """(first, full_first, full_last, last, list): entries to visit, those between full_* without masking.
-
-    An entry is a key tile, or a place in the list of key tiles where there is one.
-    """
+    """The key tiles that the rows of tile i visit."""
     if visit is None:
         lo_min, lo_max, hi_min, hi_max = extremes(rows.lo, rows.hi, rows.valid)
         span = kv_tile_range(lo_min, lo_max, hi_min, hi_max, BLOCK_N)
-        return span.first, span.full_first, span.full_last, span.last, 0
+        return Walk(span.first, span.full_first, span.full_last, span.last, 0)
     else:
         partial, last, listed = _listed(visit, rows.b, rows.h, i)
-        return 0, partial, last, last, listed
+        return Walk(0, partial, last, last, listed)
 
 
 @triton.jit
 def row_tiles(key, b, h, j, q_len, k_len, shift, interval, visit, BLOCK_M: tl.constexpr):
-    """The same for key tile j: the row tiles that see it."""
+    """The row tiles that see key tile j."""
     if visit is None:
         valid = key < k_len
         first_row, end_row = key_interval(interval, key, valid, shift, q_len)
         lo_min, lo_max, hi_min, hi_max = extremes(first_row, end_row, valid)
         span = kv_tile_range(lo_min, lo_max, hi_min, hi_max, BLOCK_M)
-        return span.first, span.full_first, span.full_last, span.last, 0
+        return Walk(span.first, span.full_first, span.full_last, span.last, 0)
     else:
         partial, last, listed = _listed(visit, b, h, j)
-        return 0, partial, last, last, listed
+        return Walk(0, partial, last, last, listed)
 
 
 @triton.jit
-def tile_of(entry, listed, visit):
+def tile_of(entry, walk, visit):
     """The tile that an entry stands for."""
     if visit is None:
         return entry
     else:
-        return tl.load(listed + entry)
+        return tl.load(walk.listed + entry)
 
 
 @triton.jit
-def has_low(interval, visit):
-    """Whether key tiles before the full ones may need masking: known at compile time."""
-    return interval.left is not None or interval.chunk is not None or interval.low is not None or visit is not None
-
-
-@triton.jit
-def has_high(interval, visit):
-    """Whether row tiles before the full ones may need masking: known at compile time."""
-    return (
-        interval.right is not None
-        or interval.prefix is not None
-        or interval.chunk is not None
-        or interval.low is not None
-        or visit is not None
-    )
+def is_partial(entry, walk):
+    """Whether some row of the tile does not see some key of it."""
+    return (entry < walk.full_first) | (entry >= walk.full_last)

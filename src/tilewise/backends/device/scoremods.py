@@ -33,14 +33,8 @@ def _element_at(data, batch, head, row_stride, key_stride, b, h, row, key):
 
 
 @triton.jit
-def scores(product, scoring, rows, key, k_len, MASKED: tl.constexpr):
-    """(scores in units of log2, d score / d product over scale): `product` = q k^T of `rows` and `key` (1, n) or transposed.
-
-    Where MASKED, what a row does not see is -inf.
-    """
-    b, h = rows.b, rows.h
-    index, m, lo, hi, valid = rows.index, rows.m, rows.lo, rows.hi, rows.valid
-    inside = valid & (key < k_len)
+def scores(product, scoring, rows, key, k_len):
+    """(scores in units of log2, d score / d product over scale) of `product` = q k^T: rows by keys, or transposed."""
     s = product
     slope = 1.0
     if scoring.scale is not None:
@@ -49,28 +43,36 @@ def scores(product, scoring, rows, key, k_len, MASKED: tl.constexpr):
         t = tanh(s / scoring.cap)
         s, slope = t * scoring.cap, 1.0 - t * t
     if scoring.slopes is not None:
-        s -= tl.load(scoring.slopes + b * scoring.slopes_batch + h) * LOG2E * tl.abs(m - key).to(tl.float32)
+        slopes = tl.load(scoring.slopes + rows.b * scoring.slopes_batch + rows.h)
+        s -= slopes * LOG2E * tl.abs(rows.m - key).to(tl.float32)
     if scoring.bias is not None:
-        at = _element_at(scoring.bias, scoring.bias_b, scoring.bias_h, scoring.bias_m, scoring.bias_n, b, h, index, key)
-        bias = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        at = _element_at(
+            scoring.bias, scoring.bias_b, scoring.bias_h, scoring.bias_m, scoring.bias_n, rows.b, rows.h, rows.index, key
+        )  # fmt: skip
+        bias = tl.load(at, mask=rows.valid & (key < k_len), other=0.0).to(tl.float32)
         scaled = tl.maximum(bias * LOG2E, -LARGEST_FLOAT)  # finite stays finite: only -inf means "masked"
         s += tl.where(bias == -float("inf"), bias, scaled)
-    if MASKED:
-        keep = keep_interval(key, lo, hi)
-        if scoring.dense is not None:
-            at = _element_at(
-                scoring.dense, scoring.dense_b, scoring.dense_h, scoring.dense_m, scoring.dense_n, b, h, index, key
-            )
-            keep = keep & (tl.load(at, mask=inside, other=0) != 0)
-        if scoring.pattern is not None:
-            block, key_block = index // scoring.block_m, key // scoring.block_n
-            at = _element_at(
-                scoring.pattern, scoring.pattern_b, scoring.pattern_h, scoring.pattern_m, scoring.pattern_n, b, h, block,
-                key_block,
-            )  # fmt: skip
-            keep = keep & (tl.load(at, mask=inside, other=0) != 0)
-        s = tl.where(keep, s, -float("inf"))
     return s, slope
+
+
+@triton.jit
+def hide(s, scoring, rows, key, k_len):
+    """The scores with -inf where a row does not see a key."""
+    inside = rows.valid & (key < k_len)
+    keep = keep_interval(key, rows.lo, rows.hi)
+    if scoring.dense is not None:
+        at = _element_at(
+            scoring.dense, scoring.dense_b, scoring.dense_h, scoring.dense_m, scoring.dense_n, rows.b, rows.h, rows.index,
+            key,
+        )  # fmt: skip
+        keep = keep & (tl.load(at, mask=inside, other=0) != 0)
+    if scoring.pattern is not None:
+        at = _element_at(
+            scoring.pattern, scoring.pattern_b, scoring.pattern_h, scoring.pattern_m, scoring.pattern_n, rows.b, rows.h,
+            rows.index // scoring.block_m, key // scoring.block_n,
+        )  # fmt: skip
+        keep = keep & (tl.load(at, mask=inside, other=0) != 0)
+    return tl.where(keep, s, -float("inf"))
 
 
 @triton.jit

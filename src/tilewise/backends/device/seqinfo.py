@@ -106,26 +106,18 @@ def matrix(x, b, h, start, length, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLU
 
 
 @triton.jit
-def load_rows(
-    source, stride, first, length, row, column, WIDTH: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr
-):  # fmt: skip
-    """Rows first + row of a `matrix`; beyond `length` (where MASKED) and beyond column WIDTH it is 0."""
+def load_rows(source, stride, first, length, row, column, WIDTH: tl.constexpr, TMA: tl.constexpr):
+    """Rows first + row of a `matrix`; beyond `length` and beyond column WIDTH it is 0."""
     COLUMNS: tl.constexpr = column.shape[0]
     if TMA:
         return source.load([first, 0])
     else:
         # The offsets inside the tile do not change from tile to tile: only the address of its first row does.
         address = source + tl.cast(first, tl.int64) * stride + (row[:, None] * stride + column[None, :])
-        if MASKED:
-            if COLUMNS == WIDTH:
-                return tl.load(address, mask=(first + row < length)[:, None], other=0.0)
-            else:
-                return tl.load(address, mask=(first + row < length)[:, None] & (column < WIDTH)[None, :], other=0.0)
+        if COLUMNS == WIDTH:
+            return tl.load(address, mask=(first + row < length)[:, None], other=0.0)
         else:
-            if COLUMNS == WIDTH:
-                return tl.load(address)
-            else:
-                return tl.load(address, mask=(column < WIDTH)[None, :], other=0.0)
+            return tl.load(address, mask=(first + row < length)[:, None] & (column < WIDTH)[None, :], other=0.0)
 
 
 @triton.jit

@@ -112,6 +112,17 @@ class Keys(NamedTuple):
     length: tl.tensor
 
 
+class Walk(NamedTuple):
+    """The tiles that a program visits, inside a kernel: entries [first, last), those outside [full_first, full_last)
+    partial. An entry is a tile, or a place in `listed`, the list of tiles."""
+
+    first: tl.tensor
+    full_first: tl.tensor
+    full_last: tl.tensor
+    last: tl.tensor
+    listed: tl.tensor
+
+
 class Visit(NamedTuple):
     """Tile lists: row i of (b, h) visits `partial` tiles that need masking, then `full` ones, listed in `tiles`."""
 

@@ -13,56 +13,64 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.backends.base import Grads, Needs
-from tilewise.backends.device.gradients import load_statistics, score_gradients
+from tilewise.backends.device.gradients import load_statistics, score_gradients, score_start, statistics, upstream_start
 from tilewise.backends.device.lower import Lowered, per_row, strided, visit
-from tilewise.backends.device.rows import across, down, has_high, has_low, key_tiles, query_rows, row_tiles, tile_of
+from tilewise.backends.device.portable import work_order
+from tilewise.backends.device.rows import across, down, is_partial, key_tiles, query_rows, row_tiles, tile_of
 from tilewise.backends.device.seqinfo import load_rows, matrix, not_finite, rows_at, sequence, store_rows
 from tilewise.backends.device.structs import Keys
 from tilewise.tiles import cdiv
 
 from .bias_gradient import dbias
-from .configs import Config, backward_configs, options, padded, precision, tma
+from .configs import Config, backward_configs, heads_together, options, padded, precision, tma
 from .launch import Launcher, layout_key
+from .products import product_from
 
-DELTA_ROWS = 64  # of one program of `delta_kernel`
-_delta, _dq, _dkdv = Launcher(), Launcher(), Launcher()
+STATISTICS_ROWS = 64  # of one program of `statistics_kernel`
+_statistics, _dq, _dkdv = Launcher(), Launcher(), Launcher()
 
 
 @triton.jit(do_not_specialize=["heads", "tiles"])
-def delta_kernel(
-    o, do, dlse, delta, lengths, heads, tiles, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr
-):
-    """delta = rowsum(do * o) - dlse."""
+def statistics_kernel(
+    o, do, lse, dlse, minus_lse, minus_delta, lengths, scoring, heads, tiles, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):  # fmt: skip
+    """-delta = dlse - rowsum(do * o), and -lse in the units of `statistics`."""
     place = tl.program_id(0)
     i, h, b = place % tiles, place // tiles % heads, place // tiles // heads
     q_start, q_len, _, _, _ = sequence(lengths, b)
     if i * BLOCK_M >= q_len:
         return
     t, column = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_DV)
-    x = load_rows(rows_at(o, b, h, q_start), o.row, i * BLOCK_M, q_len, t, column, DV, False, True).to(tl.float32)
-    y = load_rows(rows_at(do, b, h, q_start), do.row, i * BLOCK_M, q_len, t, column, DV, False, True).to(tl.float32)
-    total = tl.sum(x * y, 1)
     row = i * BLOCK_M + t
+    valid = row < q_len
+    x = load_rows(rows_at(o, b, h, q_start), o.row, i * BLOCK_M, q_len, t, column, DV, False).to(tl.float32)
+    y = load_rows(rows_at(do, b, h, q_start), do.row, i * BLOCK_M, q_len, t, column, DV, False).to(tl.float32)
+    total = -tl.sum(x * y, 1)
     if dlse is not None:
-        total -= tl.load(rows_at(dlse, b, h, q_start) + tl.cast(row, tl.int64) * dlse.row, mask=row < q_len, other=0.0)
-    tl.store(rows_at(delta, b, h, q_start) + row, total, mask=row < q_len)
+        total += tl.load(rows_at(dlse, b, h, q_start) + tl.cast(row, tl.int64) * dlse.row, mask=valid, other=0.0)
+    tl.store(rows_at(minus_delta, b, h, q_start) + row, total, mask=valid)
+    row_lse = tl.load(rows_at(lse, b, h, q_start) + row, mask=valid, other=0.0)
+    tl.store(rows_at(minus_lse, b, h, q_start) + row, statistics(row_lse, scoring), mask=valid)
 
 
 @triton.jit
 def dq_sweep(
-    first, last, listed, visit, dq, dslope, q, do, keys, rows, scoring, lse2, delta, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
+    walk, visit, dq, dslope, q, do, keys, rows, scoring, row_lse, row_delta, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
-    """Key tiles: dq += ds k, and the slopes' share of each row."""
-    for entry in tl.range(first, last):
-        j = tile_of(entry, listed, visit)
-        n = tl.arange(0, BLOCK_N)
+    """Key tiles: dq += ds k, and the slopes' share of each row. CLEAN: what no row sees is kept out."""
+    n = tl.arange(0, BLOCK_N)
+    for entry in tl.range(walk.first, walk.last):
+        j = tile_of(entry, walk, visit)
         key = (j * BLOCK_N + n)[None, :]
-        k = load_rows(keys.k, keys.k_row, j * BLOCK_N, keys.length, n, tl.arange(0, q.shape[1]), D, TMA, MASKED)
-        v = load_rows(keys.v, keys.v_row, j * BLOCK_N, keys.length, n, tl.arange(0, do.shape[1]), DV, TMA, MASKED)
-        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-        _, ds, slope = score_gradients(s, dp, scoring, rows, key, keys.length, lse2, delta, MASKED)
+        k = load_rows(keys.k, keys.k_row, j * BLOCK_N, keys.length, n, tl.arange(0, q.shape[1]), D, TMA)
+        v = load_rows(keys.v, keys.v_row, j * BLOCK_N, keys.length, n, tl.arange(0, do.shape[1]), DV, TMA)
+        s = product_from(score_start(scoring, row_lse), q, k, PRECISION)
+        dp = product_from(upstream_start(scoring, row_delta), do, v, PRECISION)
+        _, ds, slope = score_gradients(
+            s, dp, scoring, rows, key, keys.length, row_lse, row_delta, is_partial(entry, walk) | CLEAN, CLEAN
+        )
         if scoring.slopes is not None:
             dslope -= tl.sum(ds * tl.abs(rows.m - key).to(tl.float32), 1)
         if CLEAN:  # 0 times the NaN of a key that no row sees
@@ -71,86 +79,74 @@ def dq_sweep(
     return dq, dslope
 
 
-@triton.jit(do_not_specialize=["heads", "group", "tiles"])
+@triton.jit(do_not_specialize=["heads", "group", "tiles", "batch_heads", "together"])
 def dq_kernel(
-    q, k, v, do, lse, delta, dq, dslopes, lengths, interval, scoring, visit, softmax_scale, heads, group, tiles,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    q, k, v, do, minus_lse, minus_delta, dq, dslopes, lengths, interval, scoring, visit, softmax_scale, heads, group, tiles,
+    batch_heads, together, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dq = scale ds k with ds = p (dp - delta), dp = do v^T, p = exp(s - lse)."""
-    place = tl.program_id(0)
-    i = tiles - 1 - place % tiles
-    h, b = place // tiles % heads, place // tiles // heads
+    rank, head = work_order(tl.program_id(0), tiles, batch_heads, together)
+    i, h, b = tiles - 1 - rank, head % heads, head // heads
     q_start, q_len, k_start, k_len, shift = sequence(lengths, b)
     if i * BLOCK_M >= q_len:
         return
     rows = query_rows(i, b, h, q_start, q_len, k_len, shift, interval, scoring, BLOCK_M)
     t = tl.arange(0, BLOCK_M)
-    q_tile = load_rows(rows_at(q, b, h, q_start), q.row, i * BLOCK_M, q_len, t, tl.arange(0, BLOCK_D), D, False, True)
-    do_tile = load_rows(
-        rows_at(do, b, h, q_start), do.row, i * BLOCK_M, q_len, t, tl.arange(0, BLOCK_DV), DV, False, True
-    )
-    lse2, row_delta = load_statistics(lse, delta, b, h, q_start, rows)
+    q_tile = load_rows(rows_at(q, b, h, q_start), q.row, i * BLOCK_M, q_len, t, tl.arange(0, BLOCK_D), D, False)
+    do_tile = load_rows(rows_at(do, b, h, q_start), do.row, i * BLOCK_M, q_len, t, tl.arange(0, BLOCK_DV), DV, False)
+    row_lse, row_delta = load_statistics(minus_lse, minus_delta, b, h, q_start, rows)
     hkv = h // group
     keys = Keys(
         matrix(k, b, hkv, k_start, k_len, D, BLOCK_N, BLOCK_D, TMA),
         matrix(v, b, hkv, k_start, k_len, DV, BLOCK_N, BLOCK_DV, TMA), k.row, v.row, k_len,
     )  # fmt: skip
-    first, full_first, full_last, last, listed = key_tiles(rows, visit, i, BLOCK_N)
+    walk = key_tiles(rows, visit, i, BLOCK_N)
     acc, dslope = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M], tl.float32)
-    if has_low(interval, visit):
-        acc, dslope = dq_sweep(
-            first, full_first, listed, visit, acc, dslope, q_tile, do_tile, keys, down(rows), scoring, lse2[:, None],
-            row_delta[:, None], D, DV, BLOCK_N, PRECISION, TMA, True, False,
-        )  # fmt: skip
     acc, dslope = dq_sweep(
-        full_first, full_last, listed, visit, acc, dslope, q_tile, do_tile, keys, down(rows), scoring, lse2[:, None],
-        row_delta[:, None], D, DV, BLOCK_N, PRECISION, TMA, False, False,
+        walk, visit, acc, dslope, q_tile, do_tile, keys, down(rows), scoring, row_lse[:, None], row_delta[:, None], D, DV,
+        BLOCK_N, PRECISION, TMA, False,
     )  # fmt: skip
-    if visit is None:
-        acc, dslope = dq_sweep(
-            full_last, last, listed, visit, acc, dslope, q_tile, do_tile, keys, down(rows), scoring, lse2[:, None],
-            row_delta[:, None], D, DV, BLOCK_N, PRECISION, TMA, True, False,
-        )  # fmt: skip
     if not_finite(acc) > 0:
         acc, dslope = dq_sweep(
-            first, last, listed, visit, tl.zeros_like(acc), tl.zeros_like(dslope), q_tile, do_tile, keys, down(rows),
-            scoring, lse2[:, None], row_delta[:, None], D, DV, BLOCK_N, PRECISION, TMA, True, True,
+            walk, visit, tl.zeros_like(acc), tl.zeros_like(dslope), q_tile, do_tile, keys, down(rows), scoring,
+            row_lse[:, None], row_delta[:, None], D, DV, BLOCK_N, PRECISION, TMA, True,
         )  # fmt: skip
     if dq is not None:
         target = rows_at(dq, b, h, q_start)
         store_rows(target, dq.row, acc * softmax_scale, rows.index, tl.arange(0, BLOCK_D), rows.valid, D)
     if dslopes is not None:
-        tl.store(dslopes + place, tl.sum(dslope, 0))
+        tl.store(dslopes + head * tiles + i, tl.sum(dslope, 0))
 
 
 @triton.jit
 def dkdv_sweep(
-    first, last, listed, visit, dk_sum, dv_sum, dk, dv, k, v, q, do, lse, delta, b, h, j, q_start, q_len, k_len, shift,
-    interval, scoring, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
-    TMA: tl.constexpr, MASKED: tl.constexpr, CLEAN: tl.constexpr,
+    walk, visit, dk_sum, dv_sum, dk, dv, k, v, q, do, minus_lse, minus_delta, b, h, j, q_start, q_len, k_len, shift,
+    interval, scoring, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    CLEAN: tl.constexpr,
 ):  # fmt: skip
-    """Row tiles of one head: dv += p^T do, dk += ds^T q."""
+    """Row tiles of one head: dv += p^T do, dk += ds^T q. CLEAN: what sees no key, or is not seen, is kept out."""
     BLOCK_N: tl.constexpr = k.shape[0]
     queries = matrix(q, b, h, q_start, q_len, D, BLOCK_M, k.shape[1], TMA)
     upstream = matrix(do, b, h, q_start, q_len, DV, BLOCK_M, v.shape[1], TMA)
     key = (j * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
-    for entry in tl.range(first, last):
-        i = tile_of(entry, listed, visit)
-        t = tl.arange(0, BLOCK_M)
+    t = tl.arange(0, BLOCK_M)
+    for entry in tl.range(walk.first, walk.last):
+        i = tile_of(entry, walk, visit)
         rows = query_rows(i, b, h, q_start, q_len, k_len, shift, interval, scoring, BLOCK_M)
-        lse2, row_delta = load_statistics(lse, delta, b, h, q_start, rows)
-        q_tile = load_rows(queries, q.row, i * BLOCK_M, q_len, t, tl.arange(0, k.shape[1]), D, TMA, MASKED)
-        do_tile = load_rows(upstream, do.row, i * BLOCK_M, q_len, t, tl.arange(0, v.shape[1]), DV, TMA, MASKED)
+        row_lse, row_delta = load_statistics(minus_lse, minus_delta, b, h, q_start, rows)
+        q_tile = load_rows(queries, q.row, i * BLOCK_M, q_len, t, tl.arange(0, k.shape[1]), D, TMA)
+        do_tile = load_rows(upstream, do.row, i * BLOCK_M, q_len, t, tl.arange(0, v.shape[1]), DV, TMA)
         if CLEAN:  # 0 times the NaN of a row that sees no key
-            sees = (lse2 < float("inf"))[:, None]
+            sees = (row_lse > -float("inf"))[:, None]
             q_tile, do_tile = tl.where(sees, q_tile, 0.0).to(k.dtype), tl.where(sees, do_tile, 0.0).to(k.dtype)
-        s = tl.dot(k, tl.trans(q_tile), input_precision=PRECISION)
+        row_lse, row_delta = row_lse[None, :], row_delta[None, :]
+        s = product_from(score_start(scoring, row_lse), k, q_tile, PRECISION)
         dp = s
         if dk is not None:
-            dp = tl.dot(v, tl.trans(do_tile), input_precision=PRECISION)
+            dp = product_from(upstream_start(scoring, row_delta), v, do_tile, PRECISION)
         weight, ds, slope = score_gradients(
-            s, dp, scoring, across(rows), key, k_len, lse2[None, :], row_delta[None, :], MASKED
+            s, dp, scoring, across(rows), key, k_len, row_lse, row_delta, is_partial(entry, walk) | CLEAN, CLEAN
         )
         if dv is not None:
             dv_sum = tl.dot(weight.to(do_tile.dtype), do_tile, dv_sum, input_precision=PRECISION)
@@ -159,47 +155,33 @@ def dkdv_sweep(
     return dk_sum, dv_sum
 
 
-@triton.jit(do_not_specialize=["heads_kv", "group", "tiles"])
+@triton.jit(do_not_specialize=["heads_kv", "group", "tiles", "batch_heads", "together"])
 def dkdv_kernel(
-    q, k, v, do, lse, delta, dk, dv, lengths, interval, scoring, visit, softmax_scale, heads_kv, group, tiles,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    q, k, v, do, minus_lse, minus_delta, dk, dv, lengths, interval, scoring, visit, softmax_scale, heads_kv, group, tiles,
+    batch_heads, together, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """dv = p^T do, dk = scale ds^T q, summed over the query heads of the group in fp32."""
-    place = tl.program_id(0)
-    j, hkv, b = place % tiles, place // tiles % heads_kv, place // tiles // heads_kv
+    j, head = work_order(tl.program_id(0), tiles, batch_heads, together)
+    hkv, b = head % heads_kv, head // heads_kv
     q_start, q_len, k_start, k_len, shift = sequence(lengths, b)
     if j * BLOCK_N >= k_len:
         return
     n = tl.arange(0, BLOCK_N)
     key = j * BLOCK_N + n
-    k_tile = load_rows(rows_at(k, b, hkv, k_start), k.row, j * BLOCK_N, k_len, n, tl.arange(0, BLOCK_D), D, False, True)
-    v_tile = load_rows(
-        rows_at(v, b, hkv, k_start), v.row, j * BLOCK_N, k_len, n, tl.arange(0, BLOCK_DV), DV, False, True
-    )
+    k_tile = load_rows(rows_at(k, b, hkv, k_start), k.row, j * BLOCK_N, k_len, n, tl.arange(0, BLOCK_D), D, False)
+    v_tile = load_rows(rows_at(v, b, hkv, k_start), v.row, j * BLOCK_N, k_len, n, tl.arange(0, BLOCK_DV), DV, False)
     dk_sum, dv_sum = 0.0, 0.0  # of what is not asked for
     if dk is not None:
         dk_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     if dv is not None:
         dv_sum = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for h in range(hkv * group, (hkv + 1) * group):
-        first, full_first, full_last, last, listed = row_tiles(
-            key, b, h, j, q_len, k_len, shift, interval, visit, BLOCK_M
-        )
-        if has_high(interval, visit):
-            dk_sum, dv_sum = dkdv_sweep(
-                first, full_first, listed, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, lse, delta, b, h, j,
-                q_start, q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, TMA, True, False,
-            )  # fmt: skip
+        walk = row_tiles(key, b, h, j, q_len, k_len, shift, interval, visit, BLOCK_M)
         dk_sum, dv_sum = dkdv_sweep(
-            full_first, full_last, listed, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, lse, delta, b, h, j,
-            q_start, q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, TMA, False, False,
+            walk, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, minus_lse, minus_delta, b, h, j, q_start, q_len,
+            k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, TMA, False,
         )  # fmt: skip
-        if visit is None:
-            dk_sum, dv_sum = dkdv_sweep(
-                full_last, last, listed, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, lse, delta, b, h, j,
-                q_start, q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, TMA, True, False,
-            )  # fmt: skip
     broken = 0
     if dk is not None:
         broken += not_finite(dk_sum)
@@ -212,12 +194,10 @@ def dkdv_kernel(
         if dv is not None:
             dv_sum = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         for h in range(hkv * group, (hkv + 1) * group):
-            first, full_first, full_last, last, listed = row_tiles(
-                key, b, h, j, q_len, k_len, shift, interval, visit, BLOCK_M
-            )
+            walk = row_tiles(key, b, h, j, q_len, k_len, shift, interval, visit, BLOCK_M)
             dk_sum, dv_sum = dkdv_sweep(
-                first, last, listed, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, lse, delta, b, h, j,
-                q_start, q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, TMA, True, True,
+                walk, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, minus_lse, minus_delta, b, h, j, q_start,
+                q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, TMA, True,
             )  # fmt: skip
     valid = key < k_len
     if dk is not None:
@@ -236,16 +216,16 @@ def backward(
     do = torch.zeros_like(o) if do is None else do
     # Rows between packed sequences belong to no program.
     new = torch.zeros_like if call.varlen else torch.empty_like
-    delta = new(lse)
+    minus_lse, minus_delta = new(lse), new(lse)
     dq, dk, dv = (
         new(x, memory_format=torch.contiguous_format) if needed else None
         for x, needed in ((q, needs.dq), (k, needs.dk), (v, needs.dv))
     )
     row_tiles = cdiv(call.lengths.max_q, by_rows.block_m)
     dslopes = lse.new_zeros((call.B, call.H, row_tiles)) if needs.dslopes else None
-    launch = _Launch(q, k, v, do, lse, delta, call)
+    launch = _Launch(q, k, v, do, minus_lse, minus_delta, call)
     if call.B * call.lengths.max_q:
-        launch.delta(o, dlse)
+        launch.statistics(o, lse, dlse)
         if needs.dq or needs.dslopes:
             launch.dq(dq, dslopes, by_rows)
     if call.B * call.lengths.max_k:
@@ -259,15 +239,15 @@ def backward(
     bias_gradient = None
     if needs.dbias:
         bias_gradient = dbias(launch.inputs(), call, launch.group, by_rows, launch.shape(by_rows), launch.key(by_rows))
-    sinks = _sink_gradient(call.sinks, lse, delta) if needs.dsinks else None
+    sinks = _sink_gradient(call.sinks, lse, minus_delta) if needs.dsinks else None
     return Grads(dq, dk, dv, bias_gradient, None if dslopes is None else dslopes.sum(2), sinks)
 
 
-def _sink_gradient(sinks: Tensor | None, lse: Tensor, delta: Tensor) -> Tensor:
+def _sink_gradient(sinks: Tensor | None, lse: Tensor, minus_delta: Tensor) -> Tensor:
     """d loss / d sink = -sum over rows of p_sink delta, with p_sink = exp(sink - lse)."""
     assert sinks is not None
     p = torch.where(lse == -torch.inf, 0.0, torch.exp(sinks[:, None] - lse))
-    share = -(p * delta).sum(-1)
+    share = (p * minus_delta).sum(-1)
     return share if share.dim() == 1 else share.sum(0)
 
 
@@ -279,12 +259,13 @@ class _Launch:
     k: Tensor
     v: Tensor
     do: Tensor
-    lse: Tensor
-    delta_rows: Tensor
+    minus_lse: Tensor
+    minus_delta: Tensor
     call: Lowered
 
     def inputs(self) -> tuple:
-        return (*map(strided, (self.q, self.k, self.v, self.do)), per_row(self.lse), per_row(self.delta_rows))
+        rows = (per_row(self.minus_lse), per_row(self.minus_delta))
+        return (*map(strided, (self.q, self.k, self.v, self.do)), *rows)
 
     def shape(self, config: Config) -> tuple:
         D, DV = self.q.shape[-1], self.v.shape[-1]
@@ -297,35 +278,37 @@ class _Launch:
     def key(self, config: Config | None, *rest: Hashable) -> tuple:
         return self.call.kind, layout_key(self.q, self.k, self.v, self.do), config, rest
 
-    def delta(self, o: Tensor, dlse: Tensor | None) -> None:
+    def statistics(self, o: Tensor, lse: Tensor, dlse: Tensor | None) -> None:
         call, DV = self.call, self.v.shape[-1]
-        tiles = cdiv(call.lengths.max_q, DELTA_ROWS)
+        tiles = cdiv(call.lengths.max_q, STATISTICS_ROWS)
         args = (
-            strided(o), strided(self.do), None if dlse is None else per_row(dlse), per_row(self.delta_rows), call.lengths,
-            call.H, tiles, DV, DELTA_ROWS, padded(DV),
+            strided(o), strided(self.do), per_row(lse), None if dlse is None else per_row(dlse), per_row(self.minus_lse),
+            per_row(self.minus_delta), call.lengths, call.scoring, call.H, tiles, DV, STATISTICS_ROWS, padded(DV),
         )  # fmt: skip
         key = self.key(None, layout_key(o, dlse))
-        _delta.start(delta_kernel, key, tiles * call.H * call.B, args, {"num_warps": 4})
+        _statistics.start(statistics_kernel, key, tiles * call.H * call.B, args, {"num_warps": 4})
 
     def dq(self, dq: Tensor | None, dslopes: Tensor | None, config: Config) -> None:
         call = self.call
-        tiles = cdiv(call.lengths.max_q, config.block_m)
+        tiles, heads = cdiv(call.lengths.max_q, config.block_m), call.B * call.H
         constants = (*self.shape(config), tma(self.k, self.v))
         args = (
             *self.inputs(), None if dq is None else strided(dq), dslopes, call.lengths, call.interval, call.scoring,
-            visit(call, config.block_m, config.block_n), call.bound.softmax_scale, call.H, self.group, tiles, *constants,
+            visit(call, config.block_m, config.block_n), call.bound.softmax_scale, call.H, self.group, tiles, heads,
+            heads_together(call, call.lengths.max_k, self.k, self.v, self.group), *constants,
         )  # fmt: skip
         key = self.key(config, constants, dq is None, dslopes is None)
-        _dq.start(dq_kernel, key, tiles * call.H * call.B, args, options(config))
+        _dq.start(dq_kernel, key, tiles * heads, args, options(config))
 
     def dkdv(self, dk: Tensor | None, dv: Tensor | None, config: Config) -> None:
         call, heads_kv = self.call, self.k.shape[-2]
-        tiles = cdiv(call.lengths.max_k, config.block_n)
+        tiles, heads = cdiv(call.lengths.max_k, config.block_n), call.B * heads_kv
         constants = (*self.shape(config), tma(self.q, self.do))
         args = (
             *self.inputs(), *(None if x is None else strided(x) for x in (dk, dv)), call.lengths, call.interval,
             call.scoring, visit(call, config.block_m, config.block_n, transposed=True), call.bound.softmax_scale,
-            heads_kv, self.group, tiles, *constants,
+            heads_kv, self.group, tiles, heads,
+            heads_together(call, call.lengths.max_q, self.q, self.do), *constants,
         )  # fmt: skip
         key = self.key(config, constants, dk is None, dv is None)
-        _dkdv.start(dkdv_kernel, key, tiles * heads_kv * call.B, args, options(config))
+        _dkdv.start(dkdv_kernel, key, tiles * heads, args, options(config))

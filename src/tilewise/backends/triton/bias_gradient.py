@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.backends.device.gradients import load_statistics, score_gradients
+from tilewise.backends.device.gradients import load_statistics, score_gradients, score_start, upstream_start
 from tilewise.backends.device.lower import Lowered
 from tilewise.backends.device.rows import down, query_rows
 from tilewise.backends.device.seqinfo import extremes, load_rows, rows_at, sequence
@@ -18,13 +18,14 @@ from tilewise.tiles import cdiv
 
 from .configs import Config, options
 from .launch import Launcher, layout_key
+from .products import product_from
 
 _launcher = Launcher()
 
 
 @triton.jit
 def tile_ds(
-    i, j, b, h, q, k, v, do, lse, delta, lengths, interval, scoring, group, D: tl.constexpr, DV: tl.constexpr,
+    i, j, b, h, q, k, v, do, minus_lse, minus_delta, lengths, interval, scoring, group, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """ds of one tile, 0 where nothing is seen."""
@@ -34,26 +35,26 @@ def tile_ds(
     lowest, _, _, highest = extremes(rows.lo, rows.hi, rows.valid)
     if (lowest < (j + 1) * BLOCK_N) & (highest > j * BLOCK_N):
         t, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-        lse2, row_delta = load_statistics(lse, delta, b, h, q_start, rows)
+        row_lse, row_delta = load_statistics(minus_lse, minus_delta, b, h, q_start, rows)
         hkv = h // group
         column, value_column = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
-        q_tile = load_rows(rows_at(q, b, h, q_start), q.row, i * BLOCK_M, q_len, t, column, D, False, True)
-        do_tile = load_rows(rows_at(do, b, h, q_start), do.row, i * BLOCK_M, q_len, t, value_column, DV, False, True)
-        k_tile = load_rows(rows_at(k, b, hkv, k_start), k.row, j * BLOCK_N, k_len, n, column, D, False, True)
-        v_tile = load_rows(rows_at(v, b, hkv, k_start), v.row, j * BLOCK_N, k_len, n, value_column, DV, False, True)
-        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
-        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
+        q_tile = load_rows(rows_at(q, b, h, q_start), q.row, i * BLOCK_M, q_len, t, column, D, False)
+        do_tile = load_rows(rows_at(do, b, h, q_start), do.row, i * BLOCK_M, q_len, t, value_column, DV, False)
+        k_tile = load_rows(rows_at(k, b, hkv, k_start), k.row, j * BLOCK_N, k_len, n, column, D, False)
+        v_tile = load_rows(rows_at(v, b, hkv, k_start), v.row, j * BLOCK_N, k_len, n, value_column, DV, False)
+        row_lse, row_delta = row_lse[:, None], row_delta[:, None]
+        s = product_from(score_start(scoring, row_lse), q_tile, k_tile, PRECISION)
+        dp = product_from(upstream_start(scoring, row_delta), do_tile, v_tile, PRECISION)
         key = (j * BLOCK_N + n)[None, :]
-        _p, ds, _slope = score_gradients(
-            s, dp, scoring, down(rows), key, k_len, lse2[:, None], row_delta[:, None], True
-        )
+        _p, ds, _slope = score_gradients(s, dp, scoring, down(rows), key, k_len, row_lse, row_delta, True, True)
     return ds
 
 
 @triton.jit(do_not_specialize=["group"])
 def dbias_kernel(
-    q, k, v, do, lse, delta, dbias, owners, sums, lengths, interval, scoring, group, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, do, minus_lse, minus_delta, dbias, owners, sums, lengths, interval, scoring, group,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dbias = ds summed over what the bias is broadcast along: one program per piece of the result.
 
@@ -68,8 +69,8 @@ def dbias_kernel(
         rest = at // sums.keys // sums.rows
         h, b = h0 + rest % sums.heads, b0 + rest // sums.heads
         total += tile_ds(
-            i, j, b, h, q, k, v, do, lse, delta, lengths, interval, scoring, group, D, DV, BLOCK_M, BLOCK_N, BLOCK_D,
-            BLOCK_DV, PRECISION,
+            i, j, b, h, q, k, v, do, minus_lse, minus_delta, lengths, interval, scoring, group, D, DV, BLOCK_M, BLOCK_N,
+            BLOCK_D, BLOCK_DV, PRECISION,
         )  # fmt: skip
     row, key = i0 * BLOCK_M + tl.arange(0, BLOCK_M), j0 * BLOCK_N + tl.arange(0, BLOCK_N)
     base = dbias.data + tl.cast(b0, tl.int64) * dbias.batch + tl.cast(h0, tl.int64) * dbias.head

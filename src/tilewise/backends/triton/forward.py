@@ -6,14 +6,15 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.backends.device.lower import Lowered, per_row, strided, visit
-from tilewise.backends.device.rows import down, has_low, key_tiles, query_rows, tile_of
-from tilewise.backends.device.scoremods import drop, scores
+from tilewise.backends.device.portable import work_order
+from tilewise.backends.device.rows import down, is_partial, key_tiles, query_rows, tile_of
+from tilewise.backends.device.scoremods import drop, hide, scores
 from tilewise.backends.device.seqinfo import load_rows, matrix, not_finite, rows_at, sequence, store_rows
 from tilewise.backends.device.softmax import LN2, LOG2E, finish_softmax, update_softmax
 from tilewise.backends.device.structs import Keys
 from tilewise.tiles import cdiv
 
-from .configs import Config, forward_config, options, padded, precision, tma
+from .configs import Config, forward_config, heads_together, options, padded, precision, tma
 from .launch import Launcher, layout_key
 
 _launcher = Launcher()
@@ -21,27 +22,29 @@ _launcher = Launcher()
 
 @triton.jit
 def forward_sweep(
-    first, last, listed, visit, acc, top, total, q, keys, rows, scoring, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, MASKED: tl.constexpr,
+    walk, visit, acc, top, total, q, keys, rows, scoring, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Key tiles: s = q k^T, p = 2^(s - max), acc = alpha acc + p v."""
     n = tl.arange(0, BLOCK_N)
-    for entry in tl.range(first, last):
-        j = tile_of(entry, listed, visit)
+    for entry in tl.range(walk.first, walk.last):
+        j = tile_of(entry, walk, visit)
         key = (j * BLOCK_N + n)[None, :]
-        k = load_rows(keys.k, keys.k_row, j * BLOCK_N, keys.length, n, tl.arange(0, q.shape[1]), D, TMA, MASKED)
-        s, _ = scores(tl.dot(q, tl.trans(k), input_precision=PRECISION), scoring, rows, key, keys.length, MASKED)
+        k = load_rows(keys.k, keys.k_row, j * BLOCK_N, keys.length, n, tl.arange(0, q.shape[1]), D, TMA)
+        s, _ = scores(tl.dot(q, tl.trans(k), input_precision=PRECISION), scoring, rows, key, keys.length)
+        if is_partial(entry, walk):
+            s = hide(s, scoring, rows, key, keys.length)
         p, top, total, alpha = update_softmax(s, top, total, scoring.factor)
         if scoring.seed is not None:
             p = drop(p, scoring, rows, key)
-        v = load_rows(keys.v, keys.v_row, j * BLOCK_N, keys.length, n, tl.arange(0, acc.shape[1]), DV, TMA, MASKED)
+        v = load_rows(keys.v, keys.v_row, j * BLOCK_N, keys.length, n, tl.arange(0, acc.shape[1]), DV, TMA)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, top, total
 
 
 @triton.jit
 def repair_rows(
-    o, row_stride, v_base, first, last, listed, visit, q, keys, rows, scoring, lse2, scale, D: tl.constexpr, DV: tl.constexpr,
+    o, row_stride, v_base, walk, visit, q, keys, rows, scoring, lse2, scale, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Write the rows' outputs again, with every value taken only by the rows that see it.
@@ -49,72 +52,59 @@ def repair_rows(
     In a product p v an Inf or NaN in v reaches rows with p = 0, too. Where outputs are not finite, this slow pass
     multiplies finite values only, and counts the others for the rows that see them.
     """
+    n = tl.arange(0, BLOCK_N)
     for c in tl.range(0, DV, COLUMNS, num_stages=1):
         column = c + tl.arange(0, COLUMNS)
         acc = tl.zeros([q.shape[0], COLUMNS], tl.float32)
         above, below = acc, acc
-        for entry in tl.range(first, last, num_stages=1):
-            j = tile_of(entry, listed, visit)
-            n = tl.arange(0, BLOCK_N)
+        for entry in tl.range(walk.first, walk.last, num_stages=1):
+            j = tile_of(entry, walk, visit)
             key = (j * BLOCK_N + n)[None, :]
-            k = load_rows(keys.k, keys.k_row, j * BLOCK_N, keys.length, n, tl.arange(0, q.shape[1]), D, TMA, True)
-            s, _ = scores(
-                tl.dot(q, tl.trans(k), input_precision=PRECISION), scoring, down(rows), key, keys.length, True
-            )
+            k = load_rows(keys.k, keys.k_row, j * BLOCK_N, keys.length, n, tl.arange(0, q.shape[1]), D, TMA)
+            s, _ = scores(tl.dot(q, tl.trans(k), input_precision=PRECISION), scoring, rows, key, keys.length)
+            s = hide(s, scoring, rows, key, keys.length)
             p = tl.math.exp2(s * scoring.factor - lse2[:, None])
             if scoring.seed is not None:
-                p = drop(p, scoring, down(rows), key)
-            v = load_rows(v_base, keys.v_row, j * BLOCK_N, keys.length, n, column, DV, False, True)
+                p = drop(p, scoring, rows, key)
+            v = load_rows(v_base, keys.v_row, j * BLOCK_N, keys.length, n, column, DV, False)
             finite = v.to(tl.float32) * 0.0 == 0.0
             seen = tl.where(s == -float("inf"), 0.0, 1.0).to(v.dtype)
             acc = tl.dot(p.to(v.dtype), tl.where(finite, v, 0.0).to(v.dtype), acc, input_precision=PRECISION)
             above = tl.dot(seen, tl.where(finite | (v < 0), 0.0, 1.0).to(v.dtype), above, input_precision=PRECISION)
             below = tl.dot(seen, tl.where(finite | (v > 0), 0.0, 1.0).to(v.dtype), below, input_precision=PRECISION)
         acc += tl.where(above > 0, float("inf"), 0.0) + tl.where(below > 0, -float("inf"), 0.0)
-        store_rows(o, row_stride, acc * scale, rows.index, column, rows.valid, DV)
+        index, valid = tl.reshape(rows.index, [q.shape[0]]), tl.reshape(rows.valid, [q.shape[0]])
+        store_rows(o, row_stride, acc * scale, index, column, valid, DV)
 
 
-@triton.jit(do_not_specialize=["heads", "group", "tiles"])
+@triton.jit(do_not_specialize=["heads", "group", "tiles", "batch_heads", "together"])
 def forward_kernel(
-    q, k, v, o, lse, max_logit, lengths, interval, scoring, visit, sinks, heads, group, tiles, D: tl.constexpr,
-    DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    q, k, v, o, lse, max_logit, lengths, interval, scoring, visit, sinks, heads, group, tiles, batch_heads, together,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """o = softmax(scores(q k^T)) v, lse = log sum exp(scores), max_logit = max(scores)."""
-    place = tl.program_id(0)
-    i = tiles - 1 - place % tiles  # under a causal mask the last tiles are the longest: they go first
-    h, b = place // tiles % heads, place // tiles // heads
+    rank, head = work_order(tl.program_id(0), tiles, batch_heads, together)
+    i, h, b = tiles - 1 - rank, head % heads, head // heads  # under a causal mask the last tiles are the longest
     q_start, q_len, k_start, k_len, shift = sequence(lengths, b)
     if i * BLOCK_M >= q_len:
         return
     rows = query_rows(i, b, h, q_start, q_len, k_len, shift, interval, scoring, BLOCK_M)
     t = tl.arange(0, BLOCK_M)
     q_base = rows_at(q, b, h, q_start)
-    q_tile = load_rows(q_base, q.row, i * BLOCK_M, q_len, t, tl.arange(0, BLOCK_D), D, False, True)
+    q_tile = load_rows(q_base, q.row, i * BLOCK_M, q_len, t, tl.arange(0, BLOCK_D), D, False)
     hkv = h // group
     keys = Keys(
         matrix(k, b, hkv, k_start, k_len, D, BLOCK_N, BLOCK_D, TMA),
         matrix(v, b, hkv, k_start, k_len, DV, BLOCK_N, BLOCK_DV, TMA), k.row, v.row, k_len,
     )  # fmt: skip
-    first, full_first, full_last, last, listed = key_tiles(rows, visit, i, BLOCK_N)
-    columns = down(rows)
+    walk = key_tiles(rows, visit, i, BLOCK_N)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    if has_low(interval, visit):
-        acc, top, total = forward_sweep(
-            first, full_first, listed, visit, acc, top, total, q_tile, keys, columns, scoring, D, DV, BLOCK_N, PRECISION,
-            TMA, True,
-        )  # fmt: skip
     acc, top, total = forward_sweep(
-        full_first, full_last, listed, visit, acc, top, total, q_tile, keys, columns, scoring, D, DV, BLOCK_N, PRECISION,
-        TMA, False,
-    )  # fmt: skip
-    if visit is None:
-        acc, top, total = forward_sweep(
-            full_last, last, listed, visit, acc, top, total, q_tile, keys, columns, scoring, D, DV, BLOCK_N, PRECISION,
-            TMA, True,
-        )  # fmt: skip
+        walk, visit, acc, top, total, q_tile, keys, down(rows), scoring, D, DV, BLOCK_N, PRECISION, TMA
+    )
     if max_logit is not None:
         highest = tl.max(tl.where(rows.valid, top, -float("inf")), 0) * LN2
         tl.atomic_max(max_logit + h, highest)
@@ -132,8 +122,8 @@ def forward_kernel(
     if not_finite(acc) > 0:
         lse2 = tl.where(row_lse == -float("inf"), float("inf"), row_lse * LOG2E)
         repair_rows(
-            o_base, o.row, rows_at(v, b, hkv, k_start), first, last, listed, visit, q_tile, keys, rows, scoring, lse2,
-            scale, D, DV, BLOCK_N, min(32, BLOCK_DV), PRECISION, TMA,
+            o_base, o.row, rows_at(v, b, hkv, k_start), walk, visit, q_tile, keys, down(rows), scoring, lse2, scale, D, DV,
+            BLOCK_N, min(32, BLOCK_DV), PRECISION, TMA,
         )  # fmt: skip
 
 
@@ -158,7 +148,7 @@ def forward(
     if call.varlen:  # rows between sequences belong to no program
         o.zero_()
         lse.fill_(-float("inf"))
-    tiles = cdiv(call.lengths.max_q, config.block_m)
+    tiles, heads, group = cdiv(call.lengths.max_q, config.block_m), call.B * call.H, call.H // k.shape[-2]
     if tiles * call.B == 0:
         return o, lse, max_logit
     listed = visit(call, config.block_m, config.block_n)
@@ -167,8 +157,9 @@ def forward(
     )  # fmt: skip
     args = (
         strided(q), strided(k), strided(v), strided(o), per_row(lse), max_logit, call.lengths, call.interval,
-        call.scoring, listed, call.sinks, call.H, call.H // k.shape[-2], tiles, *constants,
+        call.scoring, listed, call.sinks, call.H, group, tiles, heads,
+        heads_together(call, call.lengths.max_k, k, v, group), *constants,
     )  # fmt: skip
     key = (call.kind, layout_key(q, k, v), constants, config)
-    _launcher.start(forward_kernel, key, tiles * call.H * call.B, args, options(config))
+    _launcher.start(forward_kernel, key, tiles * heads, args, options(config))
     return o, lse, max_logit
