@@ -10,10 +10,7 @@ from .softmax import LOG2E
 
 @triton.jit
 def statistics(lse, scoring):
-    """What products start from, so that neither lse nor delta is kept until p and ds: -lse as a sum q k^T before scaling.
-
-    -inf, which makes p 0, where a row sees no key.
-    """
+    """-lse as a part of the sum q k^T before scaling; -inf, which makes p 0, where a row sees no key."""
     return tl.where(lse == -float("inf"), lse, -lse * LOG2E / scoring.factor)
 
 
@@ -27,38 +24,42 @@ def load_statistics(minus_lse, minus_delta, b, h, q_start, rows):
 
 @triton.jit
 def score_start(scoring, minus_lse):
-    """What the sum q k^T starts from: -lse, unless something modifies the scores before lse goes off."""
+    """(what the sum q k^T starts from, what of lse, in units of log2, is left to go off the scores).
+
+    A sum that starts from -lse saves the registers that hold lse until then; where something modifies the scores, it
+    cannot.
+    """
     if scoring.scale is None:
-        return minus_lse
+        return minus_lse, 0.0
     else:
-        return tl.zeros_like(minus_lse)
+        return tl.zeros_like(minus_lse), -minus_lse
 
 
 @triton.jit
 def upstream_start(scoring, minus_delta):
-    """What the sum do v^T starts from: -delta, unless dropout scales it before delta goes off."""
+    """The same for delta and the sum do v^T, which dropout scales."""
     if scoring.seed is None:
-        return minus_delta
+        return minus_delta, 0.0
     else:
-        return tl.zeros_like(minus_delta)
+        return tl.zeros_like(minus_delta), -minus_delta
 
 
 @triton.jit
-def score_gradients(product, dp, scoring, rows, key, k_len, minus_lse, minus_delta, partial, CLEAN: tl.constexpr):
+def score_gradients(product, dp, scoring, rows, key, k_len, lse2, delta, partial, CLEAN: tl.constexpr):
     """(p as it weighs the values, ds, d score / d product over scale), all shaped like `product`.
 
-    `product` and `dp` are sums from `score_start` and `upstream_start`; `partial`: not every row sees every key. CLEAN
-    keeps NaN and Inf in dp of unseen keys out of ds.
+    `lse2` (in units of log2) and `delta` go off the scores and dp; `partial`: not every row sees every key. CLEAN keeps
+    NaN and Inf in dp of unseen keys out of ds.
     """
     s, slope = scores(product, scoring, rows, key, k_len)
     if partial:
         s = hide(s, scoring, rows, key, k_len)
-    p = tl.math.exp2(s * scoring.factor) if scoring.scale is None else tl.math.exp2(s + minus_lse)
+    p = tl.math.exp2(s * scoring.factor - lse2)
     weight = p
     if scoring.seed is not None:
         weight = drop(p, scoring, rows, key) * scoring.drop_scale
-        dp = tl.where(weight == 0.0, 0.0, dp * scoring.drop_scale) + minus_delta
-    ds = p * dp
+        dp = tl.where(weight == 0.0, 0.0, dp * scoring.drop_scale)
+    ds = p * (dp - delta)
     if CLEAN:
         ds = tl.where(s == -float("inf"), 0.0, ds)
     return weight, ds, slope

@@ -47,10 +47,18 @@ def _listed(visit, b, h, i):
 
 
 @triton.jit
-def key_tiles(rows, visit, i, BLOCK_N: tl.constexpr):
+def key_tiles(
+    rows, i, q_len, k_len, shift, interval, visit, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
     """The key tiles that the rows of tile i visit."""
     if visit is None:
-        lo_min, lo_max, hi_min, hi_max = extremes(rows.lo, rows.hi, rows.valid)
+        if interval.low is None:
+            # The bounds of closed formulas never decrease: those of the first and the last row are the extreme ones.
+            first, last = i * BLOCK_M + shift, tl.minimum((i + 1) * BLOCK_M, q_len) - 1 + shift
+            lo_min, hi_min = row_interval(interval, rows.b, first, 0, i * BLOCK_M < q_len, k_len)
+            lo_max, hi_max = row_interval(interval, rows.b, last, 0, i * BLOCK_M < q_len, k_len)
+        else:
+            lo_min, lo_max, hi_min, hi_max = extremes(rows.lo, rows.hi, rows.valid)
         span = kv_tile_range(lo_min, lo_max, hi_min, hi_max, BLOCK_N)
         return Walk(span.first, span.full_first, span.full_last, span.last, 0)
     else:
@@ -59,12 +67,14 @@ def key_tiles(rows, visit, i, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def row_tiles(key, b, h, j, q_len, k_len, shift, interval, visit, BLOCK_M: tl.constexpr):
+def row_tiles(
+    j, b, h, q_len, k_len, shift, interval, visit, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
     """The row tiles that see key tile j."""
     if visit is None:
-        valid = key < k_len
-        first_row, end_row = key_interval(interval, key, valid, shift, q_len)
-        lo_min, lo_max, hi_min, hi_max = extremes(first_row, end_row, valid)
+        first, last = j * BLOCK_N, tl.minimum((j + 1) * BLOCK_N, k_len) - 1
+        lo_min, hi_min = key_interval(interval, first, first < k_len, shift, q_len)
+        lo_max, hi_max = key_interval(interval, last, first < k_len, shift, q_len)
         span = kv_tile_range(lo_min, lo_max, hi_min, hi_max, BLOCK_M)
         return Walk(span.first, span.full_first, span.full_last, span.last, 0)
     else:

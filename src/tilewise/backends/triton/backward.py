@@ -56,7 +56,7 @@ def statistics_kernel(
 
 @triton.jit
 def dq_sweep(
-    walk, visit, dq, dslope, q, do, keys, rows, scoring, row_lse, row_delta, D: tl.constexpr, DV: tl.constexpr,
+    walk, visit, dq, dslope, q, do, keys, rows, scoring, lse2, delta, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
     """Key tiles: dq += ds k, and the slopes' share of each row. CLEAN: what no row sees is kept out."""
@@ -66,10 +66,10 @@ def dq_sweep(
         key = (j * BLOCK_N + n)[None, :]
         k = load_rows(keys.k, keys.k_row, j * BLOCK_N, keys.length, n, tl.arange(0, q.shape[1]), D, TMA)
         v = load_rows(keys.v, keys.v_row, j * BLOCK_N, keys.length, n, tl.arange(0, do.shape[1]), DV, TMA)
-        s = product_from(score_start(scoring, row_lse), q, k, PRECISION)
-        dp = product_from(upstream_start(scoring, row_delta), do, v, PRECISION)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         _, ds, slope = score_gradients(
-            s, dp, scoring, rows, key, keys.length, row_lse, row_delta, is_partial(entry, walk) | CLEAN, CLEAN
+            s, dp, scoring, rows, key, keys.length, lse2, delta, is_partial(entry, walk) | CLEAN, CLEAN
         )
         if scoring.slopes is not None:
             dslope -= tl.sum(ds * tl.abs(rows.m - key).to(tl.float32), 1)
@@ -101,16 +101,17 @@ def dq_kernel(
         matrix(k, b, hkv, k_start, k_len, D, BLOCK_N, BLOCK_D, TMA),
         matrix(v, b, hkv, k_start, k_len, DV, BLOCK_N, BLOCK_DV, TMA), k.row, v.row, k_len,
     )  # fmt: skip
-    walk = key_tiles(rows, visit, i, BLOCK_N)
+    lse2, delta = -row_lse[:, None] * scoring.factor, -row_delta[:, None]
+    walk = key_tiles(rows, i, q_len, k_len, shift, interval, visit, BLOCK_M, BLOCK_N)
     acc, dslope = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     acc, dslope = dq_sweep(
-        walk, visit, acc, dslope, q_tile, do_tile, keys, down(rows), scoring, row_lse[:, None], row_delta[:, None], D, DV,
-        BLOCK_N, PRECISION, TMA, False,
+        walk, visit, acc, dslope, q_tile, do_tile, keys, down(rows), scoring, lse2, delta, D, DV, BLOCK_N,
+        PRECISION, TMA, False,
     )  # fmt: skip
     if not_finite(acc) > 0:
         acc, dslope = dq_sweep(
             walk, visit, tl.zeros_like(acc), tl.zeros_like(dslope), q_tile, do_tile, keys, down(rows), scoring,
-            row_lse[:, None], row_delta[:, None], D, DV, BLOCK_N, PRECISION, TMA, True,
+            lse2, delta, D, DV, BLOCK_N, PRECISION, TMA, True,
         )  # fmt: skip
     if dq is not None:
         target = rows_at(dq, b, h, q_start)
@@ -140,13 +141,14 @@ def dkdv_sweep(
         if CLEAN:  # 0 times the NaN of a row that sees no key
             sees = (row_lse > -float("inf"))[:, None]
             q_tile, do_tile = tl.where(sees, q_tile, 0.0).to(k.dtype), tl.where(sees, do_tile, 0.0).to(k.dtype)
-        row_lse, row_delta = row_lse[None, :], row_delta[None, :]
-        s = product_from(score_start(scoring, row_lse), k, q_tile, PRECISION)
+        start, lse2 = score_start(scoring, row_lse[None, :])
+        dp_start, delta = upstream_start(scoring, row_delta[None, :])
+        s = product_from(start, k, q_tile, PRECISION)
         dp = s
         if dk is not None:
-            dp = product_from(upstream_start(scoring, row_delta), v, do_tile, PRECISION)
+            dp = product_from(dp_start, v, do_tile, PRECISION)
         weight, ds, slope = score_gradients(
-            s, dp, scoring, across(rows), key, k_len, row_lse, row_delta, is_partial(entry, walk) | CLEAN, CLEAN
+            s, dp, scoring, across(rows), key, k_len, lse2, delta, is_partial(entry, walk) | CLEAN, CLEAN
         )
         if dv is not None:
             dv_sum = tl.dot(weight.to(do_tile.dtype), do_tile, dv_sum, input_precision=PRECISION)
@@ -177,7 +179,7 @@ def dkdv_kernel(
     if dv is not None:
         dv_sum = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
     for h in range(hkv * group, (hkv + 1) * group):
-        walk = row_tiles(key, b, h, j, q_len, k_len, shift, interval, visit, BLOCK_M)
+        walk = row_tiles(j, b, h, q_len, k_len, shift, interval, visit, BLOCK_M, BLOCK_N)
         dk_sum, dv_sum = dkdv_sweep(
             walk, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, minus_lse, minus_delta, b, h, j, q_start, q_len,
             k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, TMA, False,
@@ -194,7 +196,7 @@ def dkdv_kernel(
         if dv is not None:
             dv_sum = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         for h in range(hkv * group, (hkv + 1) * group):
-            walk = row_tiles(key, b, h, j, q_len, k_len, shift, interval, visit, BLOCK_M)
+            walk = row_tiles(j, b, h, q_len, k_len, shift, interval, visit, BLOCK_M, BLOCK_N)
             dk_sum, dv_sum = dkdv_sweep(
                 walk, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, minus_lse, minus_delta, b, h, j, q_start,
                 q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, TMA, True,

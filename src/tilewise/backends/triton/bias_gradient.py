@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.backends.device.gradients import load_statistics, score_gradients, score_start, upstream_start
+from tilewise.backends.device.gradients import load_statistics, score_gradients
 from tilewise.backends.device.lower import Lowered
 from tilewise.backends.device.rows import down, query_rows
 from tilewise.backends.device.seqinfo import extremes, load_rows, rows_at, sequence
@@ -18,7 +18,6 @@ from tilewise.tiles import cdiv
 
 from .configs import Config, options
 from .launch import Launcher, layout_key
-from .products import product_from
 
 _launcher = Launcher()
 
@@ -42,11 +41,11 @@ def tile_ds(
         do_tile = load_rows(rows_at(do, b, h, q_start), do.row, i * BLOCK_M, q_len, t, value_column, DV, False)
         k_tile = load_rows(rows_at(k, b, hkv, k_start), k.row, j * BLOCK_N, k_len, n, column, D, False)
         v_tile = load_rows(rows_at(v, b, hkv, k_start), v.row, j * BLOCK_N, k_len, n, value_column, DV, False)
-        row_lse, row_delta = row_lse[:, None], row_delta[:, None]
-        s = product_from(score_start(scoring, row_lse), q_tile, k_tile, PRECISION)
-        dp = product_from(upstream_start(scoring, row_delta), do_tile, v_tile, PRECISION)
+        s = tl.dot(q_tile, tl.trans(k_tile), input_precision=PRECISION)
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision=PRECISION)
         key = (j * BLOCK_N + n)[None, :]
-        _p, ds, _slope = score_gradients(s, dp, scoring, down(rows), key, k_len, row_lse, row_delta, True, True)
+        lse2, row_delta = -row_lse[:, None] * scoring.factor, -row_delta[:, None]
+        _p, ds, _slope = score_gradients(s, dp, scoring, down(rows), key, k_len, lse2, row_delta, True, True)
     return ds
 
 

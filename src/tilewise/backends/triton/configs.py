@@ -10,6 +10,7 @@ import triton  # pyright: ignore[reportMissingImports]
 
 from tilewise.backends.device.lower import Lowered
 
+BARRIERS = 2048  # bytes of shared memory beside the tiles
 CACHE_SHARE = 0.64  # of the cache, for streamed rows: 32 MB of an H200's 50
 
 
@@ -91,14 +92,13 @@ def fitted(config: Config, owned: int, streamed: int, by_rows: bool, limit: int)
 
     Args:
         config: of a kernel that owns `block_m` rows and streams tiles of `block_n` keys (`by_rows`), or the reverse.
-        owned, streamed: bytes of one owned and of one streamed row over all matrices.
+        owned, streamed: bytes of one owned and of one streamed row over all matrices that products read.
         by_rows: see config.
         limit: see `shared_memory`.
     """
     while True:
         mine, theirs = (config.block_m, config.block_n) if by_rows else (config.block_n, config.block_m)
-        bytes_needed = mine * owned + config.num_stages * theirs * streamed + mine * theirs * 2
-        if bytes_needed <= limit:
+        if mine * owned + config.num_stages * theirs * streamed + BARRIERS <= limit:
             return config
         if config.num_stages > 1:
             config = replace(config, num_stages=config.num_stages - 1)
@@ -137,13 +137,14 @@ def pick_dkdv(dim: int, dtype: torch.dtype) -> tuple[Config, Config]:
         config = Config(32, 64, 4, 1) if dim <= 64 else Config(32, 32, 4, 1) if dim <= 128 else Config(16, 16, 4, 1)
         return config, config
     if dim <= 64:
-        config = Config(32, 128, 4, 3)  # 430 / 486; (64, 64, 4, 3) 401 / 458
+        config = Config(128, 64, 4, 2)  # 514 / 529; (64, 64, 4, 3) 482 / 478, (32, 128, 4, 3) 438 / 445
         return config, config
     if dim <= 128:
-        config = Config(64, 64, 4, 2)  # 479 / 592; (32, 64, 4, 3) 494 / 536
+        config = Config(64, 64, 4, 2)  # 575 / 636; (32, 64, 4, 3) 503 / 462, (64, 128, 8, 2) 468 / 507
         return config, config
     if dim <= 256:
-        return Config(32, 128, 8, 2), Config(64, 128, 8, 2)
+        # dk 469 / 443, (32, 128, 8, 2) 468 / 416; dv 614 / 561; one kernel (64, 64, 8, 2) 378 / 339
+        return Config(64, 64, 4, 2), Config(64, 128, 8, 2)
     config = Config(16, 32, 8, 1)
     return config, config
 
@@ -164,13 +165,18 @@ def pick_dq(dim: int, dtype: torch.dtype) -> Config:
 @lru_cache(maxsize=1024)
 def forward_config(D: int, Dv: int, dtype: torch.dtype, device: torch.device) -> Config:
     """The measured tiles of the forward kernel, as far as they fit the device."""
-    width = (padded(D) + padded(Dv)) * dtype.itemsize
-    return fitted(pick_forward(max(D, Dv), dtype), width, width, True, shared_memory(device))
+    owned, streamed = padded(D) * dtype.itemsize, (padded(D) + padded(Dv)) * dtype.itemsize
+    return fitted(pick_forward(max(D, Dv), dtype), owned, streamed, True, shared_memory(device))
 
 
 @lru_cache(maxsize=1024)
 def backward_configs(D: int, Dv: int, dtype: torch.dtype, device: torch.device) -> tuple[Config, Config, Config]:
     """The same for dq, dk and dv."""
     width, limit, dim = (padded(D) + padded(Dv)) * dtype.itemsize, shared_memory(device), max(D, Dv)
-    of_dk, of_dv = (fitted(config, width, width, False, limit) for config in pick_dkdv(dim, dtype))
-    return fitted(pick_dq(dim, dtype), width, width, True, limit), of_dk, of_dv
+    of_dk, of_dv = pick_dkdv(dim, dtype)
+    keys_of_dv = width if of_dk == of_dv else padded(D) * dtype.itemsize
+    return (
+        fitted(pick_dq(dim, dtype), width, width, True, limit),
+        fitted(of_dk, width, width, False, limit),
+        fitted(of_dv, keys_of_dv, width, False, limit),
+    )

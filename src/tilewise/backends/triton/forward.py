@@ -98,7 +98,7 @@ def forward_kernel(
         matrix(k, b, hkv, k_start, k_len, D, BLOCK_N, BLOCK_D, TMA),
         matrix(v, b, hkv, k_start, k_len, DV, BLOCK_N, BLOCK_DV, TMA), k.row, v.row, k_len,
     )  # fmt: skip
-    walk = key_tiles(rows, visit, i, BLOCK_N)
+    walk = key_tiles(rows, i, q_len, k_len, shift, interval, visit, BLOCK_M, BLOCK_N)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
