@@ -1,0 +1,44 @@
+"""Tiles of the Hopper kernels: ordered rules, each with what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """How the forward kernel divides its work; tiles have 64 rows for each group.
+
+    Args:
+        groups: consumer warpgroups, 2 or 3.
+        block_n: keys of a tile.
+        stages: tiles of keys, and of values, in shared memory.
+        early: half of the exponentials are computed before the wait for the previous product.
+        shares_out: the output leaves through the queries' shared memory.
+    """
+
+    groups: int
+    block_n: int
+    stages: int
+    early: bool
+    shares_out: bool = False
+
+    def __post_init__(self):
+        if self.groups not in (2, 3):
+            raise ValueError(f"groups must be 2 or 3, not {self.groups}")
+        if self.block_n not in (64, 128):
+            raise ValueError(f"block_n must be 64 or 128, not {self.block_n}")
+
+    @property
+    def max_registers(self) -> int:
+        """Registers of each thread at the start: of 65,536, for `groups` + 1 warpgroups, a multiple of 8."""
+        return 65536 // (128 * (self.groups + 1)) // 8 * 8
+
+    @property
+    def registers(self) -> int:
+        """Of a consumer's thread, once the producer has given up its own."""
+        return 240 if self.groups == 2 else 160
+
+    @property
+    def producer_registers(self) -> int:
+        return 24 if self.groups == 2 else 32
