@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
+import torch
+
+CACHE_BYTES = 32_000_000  # of the L2 cache's 50 MB, for keys and values
 
 @dataclass(frozen=True)
 class ForwardConfig:
@@ -30,6 +34,11 @@ class ForwardConfig:
             raise ValueError(f"block_n must be 64 or 128, not {self.block_n}")
 
     @property
+    def block_m(self) -> int:
+        """Query rows of a tile."""
+        return 64 * self.groups
+
+    @property
     def max_registers(self) -> int:
         """Registers of each thread at the start: of 65,536, for `groups` + 1 warpgroups, a multiple of 8."""
         return 65536 // (128 * (self.groups + 1)) // 8 * 8
@@ -42,3 +51,29 @@ class ForwardConfig:
     @property
     def producer_registers(self) -> int:
         return 24 if self.groups == 2 else 32
+
+
+def options(config: ForwardConfig) -> dict[str, int]:
+    """What the compiler is told; `num_warps` counts those of one warpgroup, the kernel asks for the others itself."""
+    return {"num_warps": 4, "maxnreg": config.max_registers}
+
+
+def padded(dim: int) -> int:
+    """Columns of a tile that holds a head dim; the copy engine fills in zeros."""
+    return max(64, 1 << (dim - 1).bit_length())
+
+
+@lru_cache(maxsize=16)
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@lru_cache(maxsize=1024)
+def forward_config(D: int, Dv: int) -> ForwardConfig:
+    """For tiles of the larger of the two head dims."""
+    dim = max(padded(D), padded(Dv))
+    if dim == 64:
+        return ForwardConfig(groups=3, block_n=128, stages=2, early=False)
+    if dim == 128:
+        return ForwardConfig(groups=2, block_n=128, stages=2, early=True)
+    return ForwardConfig(groups=2, block_n=64, stages=2, early=True, shares_out=padded(D) == padded(Dv))

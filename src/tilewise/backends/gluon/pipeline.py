@@ -76,13 +76,13 @@ class Ring:
 @gluon.jit
 def make_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     """A ring of boxes of a tensor descriptor, each freed by so many consumers."""
-    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)
+    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)  # noqa: RUF005  no stars in kernels
     return Ring(tiles, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS))
 
 
 @gluon.jit
 def tma_start(desc, b, h, start, length, row):
-    """Where the box of the rows from `row` on lies, of a sequence at `start`, in a descriptor of `launch.rows_of`.
+    """Where the box of the rows from `row` on lies, of a sequence at `start`, in a descriptor of `descriptors.boxes`.
 
     Copies must stop at the end of the sequence. Dense tensors (batch, rows, heads, columns) say so themselves. A packed
     one has its rows three times: with strides of minus one row, one row and one row, up to a multiple of 2^64. The

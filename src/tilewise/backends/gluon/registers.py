@@ -3,13 +3,13 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.backends.device.portable import keep_interval
+
 
 @gluon.jit
 def exp2_early(x):
     """2^x computed where it is written: the compiler moves plain exponentials behind the wait for a product."""
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1
-    )
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
 
 
 @gluon.jit
@@ -37,6 +37,31 @@ def thread_sums(x):
     return gl.sum(gl.sum(x.reshape([ROWS, COLUMNS // 8, 4, 2]), 3), 1)
 
 
+@gluon.jit
+def keep_columns(x, lo, hi):
+    """x where lo <= column < hi, -inf elsewhere; lo is None or, like hi, one number for each row.
+
+    A thread holds the columns 8 a + 2 t + c, with its own t: bounds less 2 t are compared with constants, which keeps
+    registers free that indices of columns would take.
+    """
+    ROWS: gl.constexpr = x.type.shape[0]
+    COLUMNS: gl.constexpr = x.type.shape[1]
+    parts = x.reshape([ROWS, COLUMNS // 8, 4, 2])
+    LAYOUT: gl.constexpr = parts.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
+    a = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
+    t = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))[None, None, :, None]
+    c = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
+    constant = 8 * a[None, :, None, None] + c[None, None, None, :]
+    hi = gl.convert_layout(hi, ROW, assert_trivial=True)[:, None, None, None] - 2 * t
+    if lo is None:
+        keep = constant < hi
+    else:
+        keep = keep_interval(constant, gl.convert_layout(lo, ROW, assert_trivial=True)[:, None, None, None] - 2 * t, hi)
+    kept = gl.where(keep, parts, float("-inf")).reshape([ROWS, COLUMNS])
+    return gl.convert_layout(kept, x.type.layout, assert_trivial=True)
+
+
 @gluon.constexpr_function
 def _pack_asm(dtype):
     return f"cvt.rn.{'bf16' if dtype == gl.bfloat16 else 'f16'}x2.f32 $0, $2, $1;"
@@ -48,9 +73,7 @@ def packed(x, DTYPE: gl.constexpr):
     ROWS: gl.constexpr = x.type.shape[0]
     COLUMNS: gl.constexpr = x.type.shape[1]
     even, odd = gl.split(x.reshape([ROWS, COLUMNS // 2, 2]))
-    return gl.inline_asm_elementwise(
-        _pack_asm(DTYPE), "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1
-    )
+    return gl.inline_asm_elementwise(_pack_asm(DTYPE), "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit

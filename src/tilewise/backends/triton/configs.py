@@ -50,16 +50,6 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "bf16x6"
 
 
-def tma(*tensors: torch.Tensor) -> bool:
-    """Whether tiles of all these tensors can be loaded through tensor descriptors: rows aligned to 16 bytes."""
-    return all(x.data_ptr() % 16 == 0 and _aligned(x.stride(), x.element_size()) for x in tensors)
-
-
-@lru_cache(maxsize=4096)
-def _aligned(strides: tuple[int, ...], element_size: int) -> bool:
-    return all(stride * element_size % 16 == 0 for stride in strides[:-1])
-
-
 @lru_cache(maxsize=16)
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may have."""
