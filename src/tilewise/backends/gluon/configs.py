@@ -9,6 +9,7 @@ import torch
 
 CACHE_BYTES = 32_000_000  # of the L2 cache's 50 MB, for keys and values
 
+
 @dataclass(frozen=True)
 class ForwardConfig:
     """How the forward kernel divides its work; tiles have 64 rows for each group.
@@ -17,6 +18,7 @@ class ForwardConfig:
         groups: consumer warpgroups, 2 or 3.
         block_n: keys of a tile.
         stages: tiles of keys, and of values, in shared memory.
+        registers: of a consumer's thread; the producer has the rest.
         early: half of the exponentials are computed before the wait for the previous product.
         shares_out: the output leaves through the queries' shared memory.
     """
@@ -24,6 +26,7 @@ class ForwardConfig:
     groups: int
     block_n: int
     stages: int
+    registers: int
     early: bool
     shares_out: bool = False
 
@@ -44,13 +47,9 @@ class ForwardConfig:
         return 65536 // (128 * (self.groups + 1)) // 8 * 8
 
     @property
-    def registers(self) -> int:
-        """Of a consumer's thread, once the producer has given up its own."""
-        return 240 if self.groups == 2 else 160
-
-    @property
     def producer_registers(self) -> int:
-        return 24 if self.groups == 2 else 32
+        """Of a producer's thread: what consumers leave; its one warp pays for a whole warpgroup."""
+        return (self.groups + 1) * self.max_registers - self.groups * self.registers
 
 
 def options(config: ForwardConfig) -> dict[str, int]:
@@ -73,7 +72,7 @@ def forward_config(D: int, Dv: int) -> ForwardConfig:
     """For tiles of the larger of the two head dims."""
     dim = max(padded(D), padded(Dv))
     if dim == 64:
-        return ForwardConfig(groups=3, block_n=128, stages=2, early=False)
+        return ForwardConfig(groups=3, block_n=128, stages=2, registers=160, early=False)
     if dim == 128:
-        return ForwardConfig(groups=2, block_n=128, stages=2, early=True)
-    return ForwardConfig(groups=2, block_n=64, stages=2, early=True, shares_out=padded(D) == padded(Dv))
+        return ForwardConfig(groups=2, block_n=128, stages=2, registers=240, early=True)
+    return ForwardConfig(groups=2, block_n=64, stages=2, registers=232, early=True, shares_out=padded(D) == padded(Dv))

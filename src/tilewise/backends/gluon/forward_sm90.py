@@ -128,7 +128,7 @@ def tile_scores(GROUP: gl.constexpr, product, j, queue, item, interval, scoring,
     rows = down(Rows(b, queue.word(item, H), index, index + shift, valid, lo, hi, index, index))
     s, _ = scores(product, scoring, rows, key[None, :], k_len, False)
     if MASKED:
-        if has_low(interval, None):
+        if has_low(interval, None):  # noqa: SIM108  known at compile time, which a conditional expression does not see
             s = keep_columns(s, lo - start, hi - start)
         else:
             s = keep_columns(s, None, hi - start)
@@ -287,7 +287,7 @@ def consume(
         values.free(at)
         at = skip(GROUP, shared, at + 1, own_first - queue.word(item, FIRST), CFG)
         broken = gl.convert_layout(gl.sum(acc * 0.0, 1), LINE, assert_trivial=True)  # NaN where acc is not finite
-        if gl.max(gl.where((broken == 0.0) | (row_lse * 0.0 != 0.0), 0, 1), 0) > 0:
+        if gl.max(gl.where((broken == 0.0) | (row_lse != row_lse), 0, 1), 0) > 0:
             gl.store(notes + queue.word(item, PLACE) * CFG.groups + GROUP, gl.program_id(0))
             shared.noted.store(gl.full([1], 1, gl.int32, ONE))
         else:
