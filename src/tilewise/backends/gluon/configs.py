@@ -5,10 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
-
-CACHE_BYTES = 32_000_000  # of the L2 cache's 50 MB, for keys and values
-
 
 @dataclass(frozen=True)
 class ForwardConfig:
@@ -60,11 +56,6 @@ def options(config: ForwardConfig) -> dict[str, int]:
 def padded(dim: int) -> int:
     """Columns of a tile that holds a head dim; the copy engine fills in zeros."""
     return max(64, 1 << (dim - 1).bit_length())
-
-
-@lru_cache(maxsize=16)
-def multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @lru_cache(maxsize=1024)

@@ -19,15 +19,16 @@ from triton.language.core import _aggregate as aggregate
 
 from tilewise.backends.device.launch import Launcher, layout_key
 from tilewise.backends.device.lower import Lowered, per_row, strided
-from tilewise.backends.device.portable import kv_tile_range
-from tilewise.backends.device.rows import down, has_high, has_low
+from tilewise.backends.device.order import heads_together, multiprocessors
+from tilewise.backends.device.portable import kv_tile_range, work_order
+from tilewise.backends.device.rows import down
 from tilewise.backends.device.scoremods import scores
 from tilewise.backends.device.seqinfo import row_interval, rows_at, sequence
 from tilewise.backends.device.softmax import LN2, finish_softmax
 from tilewise.backends.device.structs import Rows
 from tilewise.tiles import cdiv
 
-from .configs import CACHE_BYTES, ForwardConfig, forward_config, multiprocessors, options, padded
+from .configs import ForwardConfig, forward_config, options, padded
 from .descriptors import boxes
 from .pipeline import Queue, Ring, await_turn, barriers_ready, draw, give_turn, make_queue, make_ring, tma_start
 from .registers import exp2_early, halves, joined, keep_columns, packed, rescale, thread_sums, unpacked
@@ -74,13 +75,22 @@ def tile_range(interval, row, end, shift, k_len, BLOCK_N: gl.constexpr):
 
 
 @gluon.jit
-def work(place, tiles, heads, together, all_heads):
-    """(row tile, b, h) of a work item: in groups of `together` heads, whose keys fit in the L2 cache, the last rows first."""
-    begin = place // (together * tiles) * together
-    within = place - begin * tiles
-    count = gl.minimum(together, all_heads - begin)
-    head = begin + within % count
-    return tiles - 1 - within // count, head // heads, head % heads
+def has_low(interval):
+    """Whether key tiles before the full ones may need masking: known at compile time."""
+    return interval.left is not None or interval.chunk is not None
+
+
+@gluon.jit
+def has_high(interval):
+    """Whether more than the last of the key tiles behind the full ones may need it."""
+    return interval.right is not None or interval.prefix is not None or interval.chunk is not None
+
+
+@gluon.jit
+def row_tile(place, tiles, heads, together, all_heads):
+    """(i, b, h) of a place in the work order: under a causal mask the last rows take longest, they go first."""
+    rank, head = work_order(place, tiles, all_heads, together)
+    return tiles - 1 - rank, head // heads, head % heads
 
 
 @gluon.jit
@@ -95,7 +105,7 @@ def produce(
     item = 0
     at = 0
     while place < tiles * all_heads:
-        i, b, h = work(place, tiles, heads, together, all_heads)
+        i, b, h = row_tile(place, tiles, heads, together, all_heads)
         q_start, q_len, k_start, k_len, shift = sequence(lengths, b)
         row = i * BLOCK_M
         if row < q_len:
@@ -126,9 +136,9 @@ def tile_scores(GROUP: gl.constexpr, product, j, queue, item, interval, scoring,
     start = j * BLOCK_N
     key = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, product.type.layout))
     rows = down(Rows(b, queue.word(item, H), index, index + shift, valid, lo, hi, index, index))
-    s, _ = scores(product, scoring, rows, key[None, :], k_len, False)
+    s, _ = scores(product, scoring, rows, key[None, :], k_len)
     if MASKED:
-        if has_low(interval, None):  # noqa: SIM108  known at compile time, which a conditional expression does not see
+        if has_low(interval):  # noqa: SIM108  known at compile time, which a conditional expression does not see
             s = keep_columns(s, lo - start, hi - start)
         else:
             s = keep_columns(s, None, hi - start)
@@ -244,7 +254,7 @@ def consume(
         p = packed(weights, DTYPE)
         acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, O_LAYOUT)
         j -= 1
-        if has_high(interval, None):
+        if has_high(interval):
             while j >= full_last:
                 acc, p, base, total, top = sweep_step(
                     GROUP, shared, at, item, j, q, acc, p, base, total, top, zero, interval, scoring, CFG, True
@@ -257,7 +267,7 @@ def consume(
             )
             at += 1
             j -= 1
-        if has_low(interval, None):
+        if has_low(interval):
             while j >= own_first:
                 acc, p, base, total, top = sweep_step(
                     GROUP, shared, at, item, j, q, acc, p, base, total, top, zero, interval, scoring, CFG, True
@@ -317,7 +327,7 @@ def repair_noted(
     """All rows that consumers of this program have noted."""
     for note in range(tiles * all_heads * GROUPS):
         if gl.load(notes + note) == gl.program_id(0):
-            i, b, h = work(note // GROUPS, tiles, heads, together, all_heads)
+            i, b, h = row_tile(note // GROUPS, tiles, heads, together, all_heads)
             _, q_len, _, _, _ = sequence(lengths, b)
             first = (i * GROUPS + note % GROUPS) * ROWS
             for index in range(first, gl.minimum(first + ROWS, q_len)):
@@ -387,7 +397,7 @@ def forward(
     Returns:
         o, lse (natural logarithm), max_logit (H,): the largest visible score of each head.
     """
-    D, DV, Hkv = q.shape[-1], v.shape[-1], k.shape[-2]
+    D, DV, G = q.shape[-1], v.shape[-1], call.H // k.shape[-2]
     config = config or forward_config(D, DV)
     o = q.new_empty((*q.shape[:-1], DV))
     lse = q.new_empty(call.lse_shape, dtype=torch.float32)
@@ -405,21 +415,9 @@ def forward(
     )
     args = (
         *descriptors, strided(q), strided(k), strided(v), strided(o), per_row(lse), record, call.lengths, call.interval,
-        call.scoring, call.sinks, call.H, call.H // Hkv, tiles, together(call, Hkv, D + DV, q.element_size()),
+        call.scoring, call.sinks, call.H, G, tiles, heads_together(call, call.lengths.max_k, k, v, G),
         call.B * call.H, D, DV, config,
     )  # fmt: skip
     key = (call.kind, layout_key(q, k, v), config)
     _launcher.start(forward_kernel, key, min(items, multiprocessors(q.device)), args, options(config))
     return o, lse, record[: call.H]
-
-
-def together(call: Lowered, Hkv: int, width: int, element_size: int) -> int:
-    """Heads whose work is done side by side.
-
-    Where row tiles differ in length, the longest of several heads go first, so that programs end together; as many heads
-    as have their keys and values in the L2 cache. Elsewhere one head after the other.
-    """
-    if call.interval.right is None and call.interval.prefix is None and not call.varlen:
-        return 1
-    fitting = max(1, CACHE_BYTES // (call.lengths.max_k * width * element_size))
-    return min(call.B * call.H, (1 << (fitting.bit_length() - 1)) * (call.H // Hkv))

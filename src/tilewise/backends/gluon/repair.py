@@ -49,7 +49,7 @@ def repair_row(
     for first in range(lo, hi, KEYS):
         key = first + gl.arange(0, KEYS, gl.SliceLayout(1, K_LAYOUT))
         product = gl.sum(_load(k, b, hkv, k_start, key, hi, column, D) * q_row[None, :], 1)
-        s, _ = scores(product, scoring, rows, key, k_len, False)
+        s, _ = scores(product, scoring, rows, key, k_len)
         p = gl.convert_layout(gl.exp2(s * scoring.factor - row_lse), gl.SliceLayout(1, V_LAYOUT))
         key = first + gl.arange(0, KEYS, gl.SliceLayout(1, V_LAYOUT))
         weighted = p[:, None] * _load(v, b, hkv, k_start, key, hi, v_column, DV)
