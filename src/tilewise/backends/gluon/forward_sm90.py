@@ -31,7 +31,7 @@ from tilewise.tiles import cdiv
 from .configs import ForwardConfig, forward_config, options, padded
 from .descriptors import boxes
 from .pipeline import Queue, Ring, await_turn, barriers_ready, draw, give_turn, make_queue, make_ring, tma_start
-from .registers import exp2_early, halves, joined, keep_columns, packed, rescale, thread_sums, unpacked
+from .registers import columns_from, exp2_early, halves, joined, keep_columns, packed, rescale, thread_sums, unpacked
 from .repair import repair_row
 
 _launcher = Launcher()
@@ -134,9 +134,8 @@ def tile_scores(GROUP: gl.constexpr, product, j, queue, item, interval, scoring,
     valid = index < queue.word(item, Q_LEN)
     lo, hi = row_interval(interval, b, index + shift, 0, valid, k_len)
     start = j * BLOCK_N
-    key = start + gl.arange(0, BLOCK_N, gl.SliceLayout(0, product.type.layout))
     rows = down(Rows(b, queue.word(item, H), index, index + shift, valid, lo, hi, index, index))
-    s, _ = scores(product, scoring, rows, key[None, :], k_len)
+    s, _ = scores(product, scoring, rows, columns_from(start, product), k_len)
     if MASKED:
         if has_low(interval):  # noqa: SIM108  known at compile time, which a conditional expression does not see
             s = keep_columns(s, lo - start, hi - start)
@@ -243,7 +242,7 @@ def consume(
         s = warpgroup_mma_wait(0, [s])
         keys.free(at)
         j = own_last - 1
-        if own_last > full_last:
+        if (j >= full_last) | (j < full_first):
             s = tile_scores(GROUP, s, j, queue, item, interval, scoring, True)
         else:
             s = tile_scores(GROUP, s, j, queue, item, interval, scoring, False)

@@ -38,28 +38,54 @@ def thread_sums(x):
 
 
 @gluon.jit
-def keep_columns(x, lo, hi):
-    """x where lo <= column < hi, -inf elsewhere; lo is None or, like hi, one number for each row.
+def _parts(x):
+    """(x with its columns n = 8 a + 2 t + c apart: (rows, a, t, c); 8 a + c; 2 t): the last is a thread's own, 0 to 6.
 
-    A thread holds the columns 8 a + 2 t + c, with its own t: bounds less 2 t are compared with constants, which keeps
-    registers free that indices of columns would take.
+    What is the same in every thread costs no registers: the compiler knows it. An index of each column would take one.
     """
     ROWS: gl.constexpr = x.type.shape[0]
     COLUMNS: gl.constexpr = x.type.shape[1]
     parts = x.reshape([ROWS, COLUMNS // 8, 4, 2])
     LAYOUT: gl.constexpr = parts.type.layout
-    ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
     a = gl.arange(0, COLUMNS // 8, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
-    t = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))[None, None, :, None]
+    t = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))
     c = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
-    constant = 8 * a[None, :, None, None] + c[None, None, None, :]
-    hi = gl.convert_layout(hi, ROW, assert_trivial=True)[:, None, None, None] - 2 * t
-    if lo is None:
+    return parts, 8 * a[None, :, None, None] + c[None, None, None, :], 2 * t[None, None, :, None]
+
+
+@gluon.jit
+def _whole(parts, like):
+    ROWS: gl.constexpr = like.type.shape[0]
+    COLUMNS: gl.constexpr = like.type.shape[1]
+    return gl.convert_layout(parts.reshape([ROWS, COLUMNS]), like.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _by_rows(x, parts):
+    """One number for each row, (rows, 1, 1, 1)."""
+    ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, parts.type.layout)))
+    return gl.convert_layout(x, ROW, assert_trivial=True)[:, None, None, None]
+
+
+@gluon.jit
+def keep_columns(x, lo, hi):
+    """x where lo <= column < hi, -inf elsewhere; lo is None or, like hi, one number for each row."""
+    parts, constant, own = _parts(x)
+    hi = _by_rows(hi, parts) - own
+    if lo is None:  # noqa: SIM108  None has no place in a conditional expression of a kernel
         keep = constant < hi
     else:
-        keep = keep_interval(constant, gl.convert_layout(lo, ROW, assert_trivial=True)[:, None, None, None] - 2 * t, hi)
-    kept = gl.where(keep, parts, float("-inf")).reshape([ROWS, COLUMNS])
-    return gl.convert_layout(kept, x.type.layout, assert_trivial=True)
+        keep = keep_interval(constant, _by_rows(lo, parts) - own, hi)
+    return _whole(gl.where(keep, parts, float("-inf")), x)
+
+
+@gluon.jit
+def columns_from(start, like):
+    """The numbers of the columns, the first of which is `start`, as float32 in the shape of `like`."""
+    parts, constant, own = _parts(like)
+    # A sum of floats stays as written; one of integers the compiler would turn round, into an index of each column.
+    numbers, _ = gl.broadcast((start + own).to(gl.float32) + constant.to(gl.float32), parts)
+    return _whole(numbers, like)
 
 
 @gluon.constexpr_function
