@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from functools import lru_cache
 
 import torch
 
-from tilewise.backends.base import FEATURES, Backend, Capabilities
+from tilewise.backends.base import FEATURES, Backend, Capabilities, Composite
 from tilewise.problem import DTYPES, MAX_HEAD_DIM, Problem
 
 
@@ -36,6 +37,41 @@ def _load_triton() -> Backend:
     return triton.TritonBackend()
 
 
+GLUON_VERSION = "3.6"  # of Triton: the language has changed in every release since
+
+
+@lru_cache(maxsize=1)
+def _gluon_requires() -> str | None:
+    if (reason := _triton_requires()) is not None:
+        return reason
+    version = importlib.metadata.version("triton")
+    if not version.startswith(GLUON_VERSION + "."):
+        return f"its kernels are written for Triton {GLUON_VERSION}, found {version}"
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        return "there is no NVIDIA GPU"
+    major, minor = torch.cuda.get_device_capability()
+    return None if (major, minor) == (9, 0) else f"it needs a Hopper GPU (sm_90), this one is sm_{major}{minor}"
+
+
+def _gluon_lacks(problem: Problem) -> str | None:
+    """What its copies (TMA) and its closed formulas of masks cannot do."""
+    if min(problem.B, problem.total_q, problem.total_k) == 0:
+        return "there are no rows or no keys"
+    if problem.D % 8 or problem.Dv % 8:
+        return f"head dims {problem.D}, {problem.Dv} are not multiples of 8"
+    if any(term.name == "prefix" and term.tensors for term in problem.spec.mask):
+        return "a prefix of its own for each sequence"
+    if len({term.params for term in problem.spec.mask if term.name == "chunk"}) > 1:
+        return "chunks of several sizes"
+    return None
+
+
+def _load_gluon() -> Backend:
+    from tilewise.backends import gluon, triton  # noqa: PLC0415  only where a GPU call asks for it
+
+    return Composite(gluon.GluonForward(), triton.TritonBackend())
+
+
 #: With TRITON_INTERPRET=1 Triton kernels run on CPU tensors, slowly: for debugging and tests.
 _TRITON_DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
@@ -50,6 +86,17 @@ BACKENDS: tuple[Capabilities, ...] = (
         features=frozenset(FEATURES),
         requires=_cpu_requires,
         load=_load_cpu,
+    ),
+    Capabilities(
+        name="gluon",
+        title="Hopper GPU (Gluon; backward: Triton)",
+        device="cuda",
+        dtypes=(torch.bfloat16, torch.float16),
+        max_head_dim=256,
+        features=frozenset(FEATURES) - {"document", "blocks", "dense", "bias", "dropout"},
+        requires=_gluon_requires,
+        load=_load_gluon,
+        extra=_gluon_lacks,
     ),
     Capabilities(
         name="triton",

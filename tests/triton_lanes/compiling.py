@@ -1,6 +1,7 @@
-"""Compile the Triton kernels of a call for a GPU that is not there."""
+"""Compile the Triton and Gluon kernels of a call for a GPU that is not there."""
 
 import contextlib
+import functools
 import importlib
 import re
 import subprocess
@@ -17,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from tilewise.backends.base import Needs
 from tilewise.backends.device.lower import lower
 from tilewise.backends.triton import configs
+from tilewise.spec import BoundSpec
 from tilewise.testing import Inputs, bind
 
 TARGETS = {
@@ -27,9 +29,10 @@ TARGETS = {
 }
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 KERNELS = {
-    "forward": ("forward_kernel",),
-    "backward": ("statistics_kernel", "dq_kernel", "dkdv_kernel"),
-    "bias_gradient": ("dbias_kernel",),
+    "triton.forward": ("forward_kernel",),
+    "triton.backward": ("statistics_kernel", "dq_kernel", "dkdv_kernel"),
+    "triton.bias_gradient": ("dbias_kernel",),
+    "gluon.forward_sm90": ("forward_kernel",),
 }
 
 
@@ -69,7 +72,7 @@ class _Recorder:
 
 @contextlib.contextmanager
 def compiling_for(target: str) -> Iterator[list]:
-    """Within it, kernels of the Triton backend are compiled and kept in the list, not started."""
+    """Within it, kernels are compiled and kept in the list, not started."""
     driver, found, kept = triton.runtime.driver, [], []
     try:
         before = driver.active
@@ -77,7 +80,7 @@ def compiling_for(target: str) -> Iterator[list]:
         before = None
     driver.set_active(_Driver(TARGETS[target]))
     for name, kernels in KERNELS.items():
-        module = importlib.import_module(f"tilewise.backends.triton.{name}")
+        module = importlib.import_module(f"tilewise.backends.{name}")
         replaced: dict[str, Any] = {kernel: _Recorder(_fresh(getattr(module, kernel)), found) for kernel in kernels}
         for attribute, value in replaced.items():
             kept.append((module, attribute, getattr(module, attribute)))
@@ -101,17 +104,29 @@ def _fresh(kernel):
     return kernel
 
 
+def _longest(bound: BoundSpec) -> tuple[int, int]:
+    """max_q and max_k, of packed sequences."""
+    found = (0 if t is None else max(t.diff().tolist(), default=0) for t in (bound.cu_seqlens_q, bound.cu_seqlens_k))
+    return next(found), next(found)
+
+
+def compile_hopper(inputs: Inputs) -> list:
+    """The compiled Gluon kernels of one call's forward pass."""
+    forward = importlib.import_module("tilewise.backends.gluon").GluonForward().forward
+    bound = bind(inputs)
+    with compiling_for("sm_90") as found:
+        forward(inputs.q, inputs.k, inputs.v, bound, *_longest(bound))
+    return found
+
+
 def compile_call(inputs: Inputs, target: str) -> list:
-    """The compiled kernels of one call's forward and backward pass, every gradient asked for."""
+    """The compiled Triton kernels of one call's forward and backward pass, every gradient asked for."""
     forward, backward = (
         importlib.import_module(f"tilewise.backends.triton.{name}") for name in ("forward", "backward")
     )
     bound = bind(inputs)
-    longest = (0, 0)
-    if inputs.varlen:
-        longest = tuple(max(t.diff().tolist(), default=0) for t in (bound.cu_seqlens_q, bound.cu_seqlens_k))
     q, k, v = inputs.q, inputs.k, inputs.v
-    call = lower(q, k, bound, *longest)
+    call = lower(q, k, bound, *_longest(bound))
     needs = Needs(True, True, True, bound.bias is not None, bound.alibi_slopes is not None, bound.sinks is not None)
     with compiling_for(target) as found:
         o, lse, _ = forward.forward(q, k, v, call)
@@ -119,6 +134,7 @@ def compile_call(inputs: Inputs, target: str) -> list:
     return found
 
 
+@functools.lru_cache(maxsize=2)
 def _assembled(kernel) -> tuple[str, str]:
     """What ptxas says about a kernel, and its disassembly."""
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
@@ -139,3 +155,27 @@ def sass_of(kernel) -> str:
 def spilled_bytes(kernel) -> int:
     """Bytes of spill stores of a kernel compiled for sm_90."""
     return sum(map(int, re.findall(r"(\d+) bytes spill stores", _assembled(kernel)[0])))
+
+
+def serialized(kernel) -> list[str]:
+    """Where ptxas gave up on overlapping the products of a kernel with other work (its notes C7510 and up)."""
+    return re.findall(r".*\(C75\d\d\).*", _assembled(kernel)[0])
+
+
+def product_loops(kernel) -> list[list[str]]:
+    """The instructions of every innermost loop with matrix products.
+
+    Loops end in a jump on a condition; jumps without one return from the waiting that is moved out of the way.
+    """
+    instructions, labels, jumps = [], {}, []
+    for line in sass_of(kernel).splitlines():
+        if label := re.match(r"\s*(\.L_x_\d+):", line):
+            labels[label[1]] = len(instructions)
+        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*?);", line):
+            instructions.append(instruction[1])
+            if jump := re.match(r"@.*BRA.*`\((\.L_x_\d+)\)", instruction[1]):
+                jumps.append((len(instructions) - 1, jump[1]))
+    loops = [(labels[label], end) for end, label in jumps if labels.get(label, end + 1) <= end]
+    loops = [(a, b) for a, b in loops if any("HGMMA" in x for x in instructions[a : b + 1])]
+    innermost = [(a, b) for a, b in loops if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in loops)]
+    return [instructions[a : b + 1] for a, b in innermost]

@@ -69,14 +69,18 @@ def _like(grad: Tensor | None, tensor: Tensor | None) -> Tensor | None:
     return None if grad is None or tensor is None else grad.sum_to_size(tensor.shape).to(tensor.dtype)
 
 
-class Backend(Protocol):
-    """Kernels for one family of hardware. Shapes as in `tilewise.attention`, layout (B, S, H, D) or packed."""
+class Forward(Protocol):
+    """The forward pass for one family of hardware. Shapes as in `tilewise.attention`, layout (B, S, H, D) or packed."""
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, bound: BoundSpec, max_q: int, max_k: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return o, lse and max_logit (H,)."""
         ...
+
+
+class Backward(Protocol):
+    """The backward pass. It recomputes p from q, k and lse: whose forward pass these came from does not matter."""
 
     def backward(
         self,
@@ -92,6 +96,18 @@ class Backend(Protocol):
         max_k: int,
         needs: Needs,
     ) -> Grads: ...
+
+
+class Backend(Forward, Backward, Protocol):
+    """Both passes."""
+
+
+class Composite:
+    """A backend whose two passes come from different families of kernels."""
+
+    def __init__(self, forward: Forward, backward: Backward):
+        self.forward = forward.forward
+        self.backward = backward.backward
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def scores(product, scoring, rows, key, k_len):
         s, slope = t * scoring.cap, 1.0 - t * t
     if scoring.slopes is not None:
         slopes = tl.load(scoring.slopes + rows.b * scoring.slopes_batch + rows.h)
-        s -= slopes * LOG2E * tl.abs(rows.m - key).to(tl.float32)
+        s -= slopes * LOG2E * tl.abs(rows.m.to(tl.float32) - key.to(tl.float32))  # exact up to position 2^24
     if scoring.bias is not None:
         at = _element_at(
             scoring.bias, scoring.bias_b, scoring.bias_h, scoring.bias_m, scoring.bias_n, rows.b, rows.h, rows.index, key

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
-import torch
 from torch import Tensor
 
 from tilewise.backends.base import Grads, Needs
+from tilewise.backends.device.launch import on_device
 from tilewise.backends.device.lower import lower
 from tilewise.backends.triton.backward import backward
 from tilewise.backends.triton.forward import forward
@@ -22,13 +20,6 @@ def as_rows(x: Tensor) -> Tensor:
     return x if (x.stride(-1) == 1 or x.size(-1) == 1) and x.stride(-3) < FAR else x.contiguous()
 
 
-def _on_device(x: Tensor) -> AbstractContextManager:
-    """Make the device of `x` the current one: kernels start there. Nothing to do where it already is, which is cheaper."""
-    if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(x.device)
-
-
 class TritonBackend:
     """Forward and backward on any GPU that Triton reaches; every sum has one owner, so results repeat bit by bit."""
 
@@ -36,7 +27,7 @@ class TritonBackend:
         self, q: Tensor, k: Tensor, v: Tensor, bound: BoundSpec, max_q: int, max_k: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = map(as_rows, (q, k, v))
-        with _on_device(q):
+        with on_device(q):
             return forward(q, k, v, lower(q, k, bound, max_q, max_k))
 
     def backward(
@@ -55,6 +46,6 @@ class TritonBackend:
     ) -> Grads:
         q, k, v = map(as_rows, (q, k, v))
         do = None if do is None else as_rows(do)
-        with _on_device(q):
+        with on_device(q):
             grads = backward(do, dlse, q, k, v, o, lse, lower(q, k, bound, max_q, max_k), needs)
         return grads.shaped_like(bound)

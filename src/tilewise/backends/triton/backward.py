@@ -14,7 +14,9 @@ from torch import Tensor
 
 from tilewise.backends.base import Grads, Needs
 from tilewise.backends.device.gradients import load_statistics, score_gradients, score_start, statistics, upstream_start
+from tilewise.backends.device.launch import Launcher, layout_key, tma
 from tilewise.backends.device.lower import Lowered, per_row, strided, visit
+from tilewise.backends.device.order import heads_together
 from tilewise.backends.device.portable import work_order
 from tilewise.backends.device.rows import across, down, is_partial, key_tiles, query_rows, row_tiles, tile_of
 from tilewise.backends.device.seqinfo import load_rows, matrix, not_finite, rows_at, sequence, store_rows
@@ -22,8 +24,7 @@ from tilewise.backends.device.structs import Keys
 from tilewise.tiles import cdiv
 
 from .bias_gradient import dbias
-from .configs import Config, backward_configs, heads_together, options, padded, precision, tma
-from .launch import Launcher, layout_key
+from .configs import Config, backward_configs, options, padded, precision
 from .products import product_from
 
 STATISTICS_ROWS = 64  # of one program of `statistics_kernel`

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.backends.device.gradients import load_statistics, score_gradients
+from tilewise.backends.device.launch import Launcher, layout_key
 from tilewise.backends.device.lower import Lowered
 from tilewise.backends.device.rows import down, query_rows
 from tilewise.backends.device.seqinfo import extremes, load_rows, rows_at, sequence
@@ -17,7 +18,6 @@ from tilewise.masks import as_4d
 from tilewise.tiles import cdiv
 
 from .configs import Config, options
-from .launch import Launcher, layout_key
 
 _launcher = Launcher()
 

@@ -8,10 +8,7 @@ from functools import lru_cache
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 
-from tilewise.backends.device.lower import Lowered
-
 BARRIERS = 2048  # bytes of shared memory beside the tiles
-CACHE_SHARE = 0.64  # of the cache, for streamed rows: 32 MB of an H200's 50
 
 
 @dataclass(frozen=True)
@@ -51,16 +48,6 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "bf16x6"
 
 
-def tma(*tensors: torch.Tensor) -> bool:
-    """Whether tiles of all these tensors can be loaded through tensor descriptors: rows aligned to 16 bytes."""
-    return all(x.data_ptr() % 16 == 0 and _aligned(x.stride(), x.element_size()) for x in tensors)
-
-
-@lru_cache(maxsize=4096)
-def _aligned(strides: tuple[int, ...], element_size: int) -> bool:
-    return all(stride * element_size % 16 == 0 for stride in strides[:-1])
-
-
 @lru_cache(maxsize=16)
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may have."""
@@ -68,23 +55,6 @@ def shared_memory(device: torch.device) -> int:
         return 1 << 30  # Triton's interpreter
     properties = torch.cuda.get_device_properties(device)
     return getattr(properties, "shared_memory_per_block_optin", 64 << 10)  # not told for AMD: 64 KiB
-
-
-@lru_cache(maxsize=16)
-def cache_bytes(device: torch.device) -> int:
-    """Bytes of the cache that all programs share."""
-    return torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else 1 << 20
-
-
-def heads_together(call: Lowered, rows: int, x: torch.Tensor, y: torch.Tensor, sharing: int = 1) -> int:
-    """Heads to work on at one time: as many as fit in the cache with what their programs stream, `rows` of `x` and `y`.
-
-    `sharing` heads stream the same rows. Where every tile takes as long as any other, one after the other.
-    """
-    if not call.bound.interval_masks:
-        return 1
-    streamed = rows * (x.shape[-1] + y.shape[-1]) * x.element_size()
-    return max(1, int(CACHE_SHARE * cache_bytes(call.device)) // max(1, streamed)) * sharing
 
 
 def fitted(config: Config, owned: int, streamed: int, by_rows: bool, limit: int) -> Config:

@@ -5,7 +5,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.backends.device.launch import Launcher, layout_key, tma
 from tilewise.backends.device.lower import Lowered, per_row, strided, visit
+from tilewise.backends.device.order import heads_together
 from tilewise.backends.device.portable import work_order
 from tilewise.backends.device.rows import down, is_partial, key_tiles, query_rows, tile_of
 from tilewise.backends.device.scoremods import drop, hide, scores
@@ -14,8 +16,7 @@ from tilewise.backends.device.softmax import LN2, LOG2E, finish_softmax, update_
 from tilewise.backends.device.structs import Keys
 from tilewise.tiles import cdiv
 
-from .configs import Config, forward_config, heads_together, options, padded, precision, tma
-from .launch import Launcher, layout_key
+from .configs import Config, forward_config, options, padded, precision
 
 _launcher = Launcher()
 

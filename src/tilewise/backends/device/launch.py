@@ -1,6 +1,8 @@
 """Starting kernels: what Triton needs around a launch, and a way past its analysis of arguments that it has seen."""
 
 from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ class Launcher:
             key: equal only for calls whose args have the same types, Nones, constants, divisibilities and device.
             grid: programs.
             args: all its arguments, constants included.
-            options: num_warps and num_stages.
+            options: num_warps and what else the compiler is told.
         """
         compiled = self._compiled.get(key)
         if compiled is None:
@@ -44,6 +46,23 @@ class Launcher:
 def layout_key(*tensors: Tensor | None) -> tuple:
     """What of each tensor decides which compiled kernel takes it, and a little more: shape, strides, dtype, alignment."""
     return tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16, x.device) for x in tensors)
+
+
+def on_device(x: Tensor) -> AbstractContextManager:
+    """Make the device of `x` the current one: kernels start there. Nothing to do where it already is, which is cheaper."""
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)
+
+
+def tma(*tensors: torch.Tensor) -> bool:
+    """Whether tiles of all these tensors can be loaded through tensor descriptors: rows aligned to 16 bytes."""
+    return all(x.data_ptr() % 16 == 0 and _aligned(x.stride(), x.element_size()) for x in tensors)
+
+
+@lru_cache(maxsize=4096)
+def _aligned(strides: tuple[int, ...], element_size: int) -> bool:
+    return all(stride * element_size % 16 == 0 for stride in strides[:-1])
 
 
 def _allocate(size: int, _alignment: int, _stream: int | None) -> Tensor:

@@ -1,0 +1,69 @@
+"""Tiles of the Hopper kernels: ordered rules, each with what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+    """How the forward kernel divides its work; tiles have 64 rows for each group.
+
+    Args:
+        groups: consumer warpgroups, 2 or 3.
+        block_n: keys of a tile.
+        stages: tiles of keys, and of values, in shared memory.
+        registers: of a consumer's thread; the producer has the rest.
+        early: half of the exponentials are computed before the wait for the previous product.
+        shares_out: the output leaves through the queries' shared memory.
+    """
+
+    groups: int
+    block_n: int
+    stages: int
+    registers: int
+    early: bool
+    shares_out: bool = False
+
+    def __post_init__(self):
+        if self.groups not in (2, 3):
+            raise ValueError(f"groups must be 2 or 3, not {self.groups}")
+        if self.block_n not in (64, 128):
+            raise ValueError(f"block_n must be 64 or 128, not {self.block_n}")
+
+    @property
+    def block_m(self) -> int:
+        """Query rows of a tile."""
+        return 64 * self.groups
+
+    @property
+    def max_registers(self) -> int:
+        """Registers of each thread at the start: of 65,536, for `groups` + 1 warpgroups, a multiple of 8."""
+        return 65536 // (128 * (self.groups + 1)) // 8 * 8
+
+    @property
+    def producer_registers(self) -> int:
+        """Of a producer's thread: what consumers leave; its one warp pays for a whole warpgroup."""
+        return (self.groups + 1) * self.max_registers - self.groups * self.registers
+
+
+def options(config: ForwardConfig) -> dict[str, int]:
+    """What the compiler is told; `num_warps` counts those of one warpgroup, the kernel asks for the others itself."""
+    return {"num_warps": 4, "maxnreg": config.max_registers}
+
+
+def padded(dim: int) -> int:
+    """Columns of a tile that holds a head dim; the copy engine fills in zeros."""
+    return max(64, 1 << (dim - 1).bit_length())
+
+
+@lru_cache(maxsize=1024)
+def forward_config(D: int, Dv: int) -> ForwardConfig:
+    """For tiles of the larger of the two head dims."""
+    dim = max(padded(D), padded(Dv))
+    if dim == 64:
+        return ForwardConfig(groups=3, block_n=128, stages=2, registers=160, early=False)
+    if dim == 128:
+        return ForwardConfig(groups=2, block_n=128, stages=2, registers=240, early=True)
+    return ForwardConfig(groups=2, block_n=64, stages=2, registers=232, early=True, shares_out=padded(D) == padded(Dv))

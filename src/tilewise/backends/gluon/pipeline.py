@@ -1,0 +1,177 @@
+"""What kernels for Hopper are built from: rings of tiles in shared memory, turns of warpgroups, work drawn from a counter.
+
+A kernel is a few partitions of warps that run different code: a producer of one warp, which starts the copies (TMA), and
+consumers, one warpgroup of 4 warps each, which compute. They meet at barriers in shared memory.
+
+No `from __future__ import annotations` here: aggregates check their fields against the annotations themselves.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.language.core import _aggregate as aggregate
+
+FIRST_TURN = gl.constexpr(8)  # named barriers: Triton itself takes those of the lowest numbers, one for each partition
+COUNTER_START = gl.constexpr(-(2**23))  # the bits of the float -inf
+RAGGED = gl.constexpr(2**30)  # see `tma_start`
+QUEUED = gl.constexpr(2)  # work items on their way from producer to consumers
+
+
+@gluon.jit
+def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
+    """Barriers in shared memory, each of which completes a phase with so many arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUMBER):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+@aggregate
+class Ring:
+    """Stages in shared memory, each the tile of one copy, with barriers that say "full" and "empty".
+
+    Copies are counted: copy number `at` lies in stage ``at % stages`` and waits until copy ``at - stages`` is freed.
+    """
+
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, full, empty):
+        self.tiles = tiles
+        self.full = full
+        self.empty = empty
+
+    @gluon.jit
+    def fill(self, at, desc, start):
+        """Producer: once the stage is free, start the copy of the box of `desc` at `start`."""
+        STAGES: gl.constexpr = self.tiles.shape[0]
+        stage = at % STAGES
+        mbarrier.wait(self.empty.index(stage), ((at // STAGES) & 1) ^ 1)
+        mbarrier.expect(self.full.index(stage), desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(desc, start, self.full.index(stage), self.tiles.index(stage))
+
+    @gluon.jit
+    def wait(self, at):
+        """Consumer: until copy `at` is there."""
+        STAGES: gl.constexpr = self.tiles.shape[0]
+        mbarrier.wait(self.full.index(at % STAGES), (at // STAGES) & 1)
+
+    @gluon.jit
+    def tile(self, at):
+        """Copy `at` as a matrix (rows, columns)."""
+        STAGES: gl.constexpr = self.tiles.shape[0]
+        ROWS: gl.constexpr = self.tiles.shape[len(self.tiles.shape) - 3]
+        COLUMNS: gl.constexpr = self.tiles.shape[len(self.tiles.shape) - 1]
+        return self.tiles.index(at % STAGES).reshape([ROWS, COLUMNS])
+
+    @gluon.jit
+    def free(self, at):
+        """Consumer: done with copy `at`."""
+        STAGES: gl.constexpr = self.tiles.shape[0]
+        mbarrier.arrive(self.empty.index(at % STAGES), count=1)
+
+
+@gluon.jit
+def make_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """A ring of boxes of a tensor descriptor, each freed by so many consumers."""
+    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)  # noqa: RUF005  no stars in kernels
+    return Ring(tiles, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS))
+
+
+@gluon.jit
+def tma_start(desc, b, h, start, length, row):
+    """Where the box of the rows from `row` on lies, of a sequence at `start`, in a descriptor of `descriptors.boxes`.
+
+    Copies must stop at the end of the sequence. Dense tensors (batch, rows, heads, columns) say so themselves. A packed
+    one has its rows three times: with strides of minus one row, one row and one row, up to a multiple of 2^64. The
+    last of these dims ends at RAGGED: counted from there backwards by `length`, rows beyond the sequence lie outside.
+    """
+    if len(desc.block_type.shape) == 4:
+        return b, row, h, 0
+    else:
+        return RAGGED, start + length, RAGGED - length + row, h, 0
+
+
+@gluon.constexpr_function
+def _barrier_asm(kind, number, threads):
+    return f"bar.{kind} {number}, {threads}; mov.u32 $0, 0;"
+
+
+@gluon.jit
+def await_turn(GROUP: gl.constexpr):
+    """Wait until the warpgroup before this one gives the turn: two share the barrier, 256 threads."""
+    gl.inline_asm_elementwise(
+        _barrier_asm("sync", FIRST_TURN + GROUP, 256), "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def give_turn(GROUP: gl.constexpr):
+    """Let that warpgroup go on, without waiting."""
+    gl.inline_asm_elementwise(
+        _barrier_asm("arrive", FIRST_TURN + GROUP, 256), "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def draw(counter):
+    """The next work item, for programs that begin with number `program_id`; the counter starts at COUNTER_START."""
+    return gl.atomic_add(counter, 1) - COUNTER_START + gl.num_programs(0)
+
+
+@aggregate
+class Queue:
+    """Work items, a few int32 each, that the producer finds out ahead of the consumers."""
+
+    words: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, words, full, empty):
+        self.words = words
+        self.full = full
+        self.empty = empty
+
+    @gluon.jit
+    def put(self, at, item):
+        """Producer, of one warp: hand out item number `at`, a tuple of scalars."""
+        WORDS: gl.constexpr = self.words.shape[0] // QUEUED
+        slot = at % QUEUED
+        mbarrier.wait(self.empty.index(slot), ((at // QUEUED) & 1) ^ 1)
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        for i in gl.static_range(len(item)):
+            self.words.index(slot * WORDS + i).store(gl.full([1], 0, gl.int32, layout) + item[i])
+        mbarrier.arrive(self.full.index(slot), count=1)
+
+    @gluon.jit
+    def wait(self, at):
+        """Consumer: until item `at` is there."""
+        mbarrier.wait(self.full.index(at % QUEUED), (at // QUEUED) & 1)
+
+    @gluon.jit
+    def word(self, at, i):
+        """Word i of item `at`."""
+        WORDS: gl.constexpr = self.words.shape[0] // QUEUED
+        layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        return gl.max(self.words.index((at % QUEUED) * WORDS + i).load(layout), 0)
+
+    @gluon.jit
+    def free(self, at):
+        """Consumer: has read item `at`."""
+        mbarrier.arrive(self.empty.index(at % QUEUED), count=1)
+
+
+@gluon.jit
+def make_queue(WORDS: gl.constexpr, CONSUMERS: gl.constexpr):
+    """A queue of items of so many words, each read by so many consumers."""
+    words = gl.allocate_shared_memory(gl.int32, [QUEUED * WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return Queue(words, make_barriers(QUEUED, 1), make_barriers(QUEUED, CONSUMERS))
+
+
+@gluon.jit
+def barriers_ready():
+    """After all barriers are made, before partitions use them."""
+    fence_async_shared()

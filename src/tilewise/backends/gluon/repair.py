@@ -1,0 +1,58 @@
+"""Rows whose sums are not finite, summed again: an Inf or NaN among the values reaches only rows that see its key.
+
+In a product p v it reaches rows with p = 0, too. Consumers note such rows of theirs instead of writing them; when all work
+is done, the program that noted them comes here: slowly, one row at a time, but NaNs behind the mask are rare.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.backends.device.portable import keep_interval
+from tilewise.backends.device.scoremods import scores
+from tilewise.backends.device.seqinfo import row_interval, rows_at, sequence
+from tilewise.backends.device.softmax import LOG2E
+from tilewise.backends.device.structs import Rows
+
+ELEMENTS = gl.constexpr(2048)  # of a tile of keys or values here
+
+
+@gluon.constexpr_function
+def _by_rows(columns):
+    """A layout of (keys, columns) in which threads hold 8 neighbouring columns."""
+    lanes = min(columns // 8, 32)
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [4, 1], [1, 0])
+
+
+@gluon.jit
+def _load(x, b, h, start, row, count, column, width):
+    """Rows of one head, 0 beyond `count` rows and `width` columns, in float32."""
+    address = rows_at(x, b, h, start) + row.to(gl.int64)[:, None] * x.row + column[None, :]
+    return gl.load(address, mask=(row < count)[:, None] & (column < width)[None, :], other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def repair_row(
+    q, k, v, o, lse, lengths, interval, scoring, b, h, hkv, index, D, DV, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr
+):  # fmt: skip
+    """o = sum of p v over the keys that the row sees."""
+    K_LAYOUT: gl.constexpr = _by_rows(BLOCK_D)
+    V_LAYOUT: gl.constexpr = _by_rows(BLOCK_DV)
+    KEYS: gl.constexpr = ELEMENTS // max(BLOCK_D, BLOCK_DV)
+    q_start, q_len, k_start, k_len, shift = sequence(lengths, b)
+    lo, hi = row_interval(interval, b, index + shift, 0, index < q_len, k_len)
+    rows = Rows(b, h, index, index + shift, index < q_len, lo, hi, index, index)
+    row_lse = gl.load(rows_at(lse, b, h, q_start) + index) * LOG2E
+    column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, K_LAYOUT))
+    v_column = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, V_LAYOUT))
+    q_row = gl.load(rows_at(q, b, h, q_start + index) + column, mask=column < D, other=0.0).to(gl.float32)
+    acc = gl.zeros([BLOCK_DV], gl.float32, gl.SliceLayout(0, V_LAYOUT))
+    for first in range(lo, hi, KEYS):
+        key = first + gl.arange(0, KEYS, gl.SliceLayout(1, K_LAYOUT))
+        product = gl.sum(_load(k, b, hkv, k_start, key, hi, column, D) * q_row[None, :], 1)
+        s, _ = scores(product, scoring, rows, key, k_len)
+        p = gl.convert_layout(gl.exp2(s * scoring.factor - row_lse), gl.SliceLayout(1, V_LAYOUT))
+        key = first + gl.arange(0, KEYS, gl.SliceLayout(1, V_LAYOUT))
+        weighted = p[:, None] * _load(v, b, hkv, k_start, key, hi, v_column, DV)
+        acc += gl.sum(gl.where(keep_interval(key, lo, hi)[:, None], weighted, 0.0), 0)
+    acc = gl.where(row_lse == -float("inf"), 0.0, acc)
+    gl.store(rows_at(o, b, h, q_start + index) + v_column, acc.to(o.data.dtype.element_ty), mask=v_column < DV)

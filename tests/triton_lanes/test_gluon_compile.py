@@ -1,0 +1,45 @@
+"""The Hopper kernels compile for sm_90 as they are meant to. No GPU is needed; nothing runs, Gluon has no interpreter."""
+
+import os
+
+import pytest
+import torch
+from compiling import SHARED_BYTES, compile_hopper, product_loops, serialized, spilled_bytes
+
+from tilewise.testing import Case, make_inputs
+
+CAUSAL = ("causal",)
+#: Every config with a mask, whose kernel holds the loops with and without masking; a plain one; what changes most else.
+CASES = [
+    Case("causal_d64", B=1, Sq=512, H=4, Hkv=2, D=64, mask=(CAUSAL,)),
+    Case("causal_d128", B=1, Sq=512, H=4, Hkv=2, D=128, mask=(CAUSAL,)),
+    Case("causal_d256", B=1, Sq=512, H=2, D=256, mask=(CAUSAL,)),
+    Case("d_ne_dv", B=1, Sq=512, H=2, D=192, Dv=128),
+    Case("full_d96", B=1, Sq=512, H=2, D=96),
+    Case("mix_d64", lengths_q=(160, 75), lengths_k=(190, 140), H=4, Hkv=2, D=64, softcap=4.0, alibi="BH", sinks=True,
+         mask=(("window", 100, 9), ("chunk", 96), ("prefix", 30))),
+]  # fmt: skip
+#: Bytes that kernels may keep in local memory between tiles: numbers of a work item. Inside loops it is none.
+SPILLED = 128
+COMPILE_SECONDS = 15.0  # of CPU time; 3 to 5 on a free machine
+
+
+def _cpu_seconds() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_hopper_kernels_compile(case, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    start = _cpu_seconds()
+    (kernel,) = compile_hopper(make_inputs(case, torch.bfloat16))
+    assert _cpu_seconds() - start < COMPILE_SECONDS
+    assert kernel.metadata.shared <= SHARED_BYTES["sm_90"]
+    assert not serialized(kernel)
+    assert spilled_bytes(kernel) <= SPILLED
+    loops = product_loops(kernel)
+    assert loops
+    for loop in loops:
+        assert not [x for x in loop if "LDL" in x or "STL" in x]
+        assert sum("WARPGROUP.DEPBAR" in x for x in loop) <= 2  # the kernel's own two waits for products, no more
