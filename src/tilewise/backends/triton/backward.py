@@ -215,7 +215,9 @@ def backward(
     needs: Needs, configs: tuple[Config, Config, Config] | None = None,
 ) -> Grads:  # fmt: skip
     """Run the backward kernels: shapes as in `forward`, `do` like o and `dlse` like lse, absent where they are zero."""
-    by_rows, of_dk, of_dv = configs or backward_configs(q.shape[-1], v.shape[-1], q.dtype, q.device)
+    by_rows, of_dk, of_dv = configs or backward_configs(
+        q.shape[-1], v.shape[-1], q.dtype, q.device, call.lengths.max_q, call.lengths.max_k, bool(call.bound.masks)
+    )
     do = torch.zeros_like(o) if do is None else do
     # Rows between packed sequences belong to no program.
     new = torch.zeros_like if call.varlen else torch.empty_like
@@ -294,7 +296,7 @@ class _Launch:
     def dq(self, dq: Tensor | None, dslopes: Tensor | None, config: Config) -> None:
         call = self.call
         tiles, heads = cdiv(call.lengths.max_q, config.block_m), call.B * call.H
-        constants = (*self.shape(config), tma(self.k, self.v))
+        constants = (*self.shape(config), config.descriptors and tma(self.k, self.v))
         args = (
             *self.inputs(), None if dq is None else strided(dq), dslopes, call.lengths, call.interval, call.scoring,
             visit(call, config.block_m, config.block_n), call.bound.softmax_scale, call.H, self.group, tiles, heads,
@@ -306,7 +308,7 @@ class _Launch:
     def dkdv(self, dk: Tensor | None, dv: Tensor | None, config: Config) -> None:
         call, heads_kv = self.call, self.k.shape[-2]
         tiles, heads = cdiv(call.lengths.max_k, config.block_n), call.B * heads_kv
-        constants = (*self.shape(config), tma(self.q, self.do))
+        constants = (*self.shape(config), config.descriptors and tma(self.q, self.do))
         args = (
             *self.inputs(), *(None if x is None else strided(x) for x in (dk, dv)), call.lengths, call.interval,
             call.scoring, visit(call, config.block_m, config.block_n, transposed=True), call.bound.softmax_scale,

@@ -19,6 +19,7 @@ class Config:
     block_n: int
     num_warps: int = 4
     num_stages: int = 2
+    descriptors: bool = True  # stream through tensor descriptors (TMA), where alignment allows it
 
     def __post_init__(self):
         for name, value in (("block_m", self.block_m), ("block_n", self.block_n), ("num_warps", self.num_warps)):
@@ -80,73 +81,86 @@ def fitted(config: Config, owned: int, streamed: int, by_rows: bool, limit: int)
             return config  # as small as tiles get: the compiler says what is missing
 
 
-# Measured on one NVIDIA H200, 2026-11-30, bf16, 16,384 tokens, hidden size 2048, causal / full at 16K tokens; TFLOP/s.
-# Tensor descriptors (TMA) for keys in the forward pass and dq, for rows in dk and dv.
+# Measured on one NVIDIA H200, 2026-11-30, bf16, 16,384 tokens, hidden size 2048, causal / full, TFLOP/s of the products that
+# the kernel does. Making a descriptor costs microseconds a program: short sequences are better loaded by addresses.
 
 
-def pick_forward(dim: int, dtype: torch.dtype) -> Config:
-    """For the larger of the two head dims."""
+def pick_forward(dim: int, dtype: torch.dtype, keys: int) -> Config:
+    """For the larger of the two head dims and sequences of up to `keys` keys."""
     if dtype == torch.float32:
         return Config(64, 32, 4, 2) if dim <= 128 else Config(32, 16, 4, 1)
     if dim <= 64:
-        return Config(64, 128, 4, 3)  # 425 / 436; (128, 64, 4, 3) 397 / 429, at 4K causal 345 against 321
+        if keys <= 4096:
+            return Config(
+                128, 64, 4, 3, False
+            )  # 1K 257 / 351, 4K 374 / 410; (64, 128, 4, 3) 1K 189 / 301, 4K 348 / 415
+        return Config(64, 128, 4, 3)  # 16K 431 / 457; (128, 64, 4, 3) 411 / 428
     if dim <= 128:
-        return Config(64, 64, 4, 3)  # 515 / 513: two programs share a multiprocessor; (128, 128, 8, 3) 490 / 485
+        if keys <= 4096:
+            return Config(64, 64, 4, 3, False)  # 1K 307 / 401, 4K 451 / 480; by descriptors 281 / 379, 446 / 475
+        return Config(64, 64, 4, 3)  # 16K 509 / 514; (128, 64, 4, 2) 491 / 525, (128, 128, 8, 2) 456 / 459
     if dim <= 256:
-        return Config(128, 64, 8, 2)  # 510 / 511; (128, 32, 8, 3) 446 / 439
+        return Config(128, 64, 8, 2, False)  # 1K 322 / 437, 4K 474 / 533; by descriptors 284 / 390, 430 / 482
     return Config(64, 32, 8, 1)
 
 
-def pick_dkdv(dim: int, dtype: torch.dtype) -> tuple[Config, Config]:
+def pick_dkdv(dim: int, dtype: torch.dtype, rows: int, uneven: bool) -> tuple[Config, Config]:
     """Of dk and of dv, for the larger of the two head dims: where both are equal, one kernel computes both.
 
     The kernel owns `block_n` keys and walks tiles of `block_m` rows. Beyond 128 columns one kernel cannot hold both
-    sums in registers: computing p twice costs less than spilling them.
+    sums in registers: computing p twice costs less than spilling them. `uneven`: keys are seen by some rows only.
     """
     if dtype == torch.float32:
         config = Config(32, 64, 4, 1) if dim <= 64 else Config(32, 32, 4, 1) if dim <= 128 else Config(16, 16, 4, 1)
         return config, config
     if dim <= 64:
-        config = Config(128, 64, 4, 2)  # 514 / 529; (64, 64, 4, 3) 482 / 478, (32, 128, 4, 3) 438 / 445
+        # 1K 247 / 392, 2K 335 / 459, 16K 514 / 557; (64, 64, 4, 3) 1K 277 / 367, 2K 356 / 429, 16K 480 / 461
+        config = Config(64, 64, 4, 3) if uneven and rows <= 2048 else Config(128, 64, 4, 2)
         return config, config
     if dim <= 128:
-        config = Config(64, 64, 4, 2)  # 575 / 636; (32, 64, 4, 3) 503 / 462, (64, 128, 8, 2) 468 / 507
+        config = Config(64, 64, 4, 2)  # 16K 562 / 636; (32, 64, 4, 3) 503 / 462, (64, 128, 8, 2) 468 / 507
         return config, config
     if dim <= 256:
-        # dk 469 / 443, (32, 128, 8, 2) 468 / 416; dv 614 / 561; one kernel (64, 64, 8, 2) 378 / 339
+        # 16K: dk 467 / 445, (32, 128, 8, 2) 468 / 416; dv 603 / 534; one kernel (64, 64, 8, 2) 378 / 339
         return Config(64, 64, 4, 2), Config(64, 128, 8, 2)
     config = Config(16, 32, 8, 1)
     return config, config
 
 
-def pick_dq(dim: int, dtype: torch.dtype) -> Config:
+def pick_dq(dim: int, dtype: torch.dtype, keys: int, uneven: bool) -> Config:
     """For the larger of the two head dims; the kernel owns `block_m` rows and walks tiles of `block_n` keys."""
     if dtype == torch.float32:
         return Config(64, 32, 4, 1) if dim <= 128 else Config(16, 16, 4, 1)
     if dim <= 64:
-        return Config(128, 64, 4, 3)  # 628 / 665
+        if not uneven:
+            return Config(64, 64, 4, 3)  # full 1K 495, 16K 656; (128, 64, 4, 3) 449, 589
+        if keys <= 1024:
+            return Config(64, 64, 4, 3, False)  # causal 512 226, 1K 321; (128, 64, 4, 3) by descriptors 213, 316
+        return Config(128, 64, 4, 3)  # causal 4K 494, 16K 574; (64, 64, 4, 3) 458, 531
     if dim <= 128:
-        return Config(128, 64, 8, 3)  # 667 / 675
+        return Config(128, 64, 8, 3, keys > 2048)  # 1K 384 / 497, 16K 667 / 669; by descriptors 1K 362 / 487
     if dim <= 256:
-        return Config(128, 32, 8, 3)  # 617 / 620
+        return Config(128, 32, 8, 3, False)  # 1K 376 / 505, 16K 636 / 627; by descriptors 346 / 473, 612 / 610
     return Config(16, 32, 8, 1)
 
 
 @lru_cache(maxsize=1024)
-def forward_config(D: int, Dv: int, dtype: torch.dtype, device: torch.device) -> Config:
+def forward_config(D: int, Dv: int, dtype: torch.dtype, device: torch.device, keys: int) -> Config:
     """The measured tiles of the forward kernel, as far as they fit the device."""
     owned, streamed = padded(D) * dtype.itemsize, (padded(D) + padded(Dv)) * dtype.itemsize
-    return fitted(pick_forward(max(D, Dv), dtype), owned, streamed, True, shared_memory(device))
+    return fitted(pick_forward(max(D, Dv), dtype, keys), owned, streamed, True, shared_memory(device))
 
 
 @lru_cache(maxsize=1024)
-def backward_configs(D: int, Dv: int, dtype: torch.dtype, device: torch.device) -> tuple[Config, Config, Config]:
+def backward_configs(
+    D: int, Dv: int, dtype: torch.dtype, device: torch.device, rows: int, keys: int, uneven: bool
+) -> tuple[Config, Config, Config]:
     """The same for dq, dk and dv."""
     width, limit, dim = (padded(D) + padded(Dv)) * dtype.itemsize, shared_memory(device), max(D, Dv)
-    of_dk, of_dv = pick_dkdv(dim, dtype)
+    of_dk, of_dv = pick_dkdv(dim, dtype, rows, uneven)
     keys_of_dv = width if of_dk == of_dv else padded(D) * dtype.itemsize
     return (
-        fitted(pick_dq(dim, dtype), width, width, True, limit),
+        fitted(pick_dq(dim, dtype, keys, uneven), width, width, True, limit),
         fitted(of_dk, width, width, False, limit),
         fitted(of_dv, keys_of_dv, width, False, limit),
     )

@@ -142,7 +142,7 @@ def forward(
         o, lse (natural logarithm), max_logit (H,): the largest visible score of each head.
     """
     D, DV = q.shape[-1], v.shape[-1]
-    config = config or forward_config(D, DV, q.dtype, q.device)
+    config = config or forward_config(D, DV, q.dtype, q.device, call.lengths.max_k)
     o = q.new_empty((*q.shape[:-1], DV))
     lse = q.new_empty(call.lse_shape, dtype=torch.float32)
     max_logit = q.new_full((call.H,), -float("inf"), dtype=torch.float32)
@@ -154,7 +154,8 @@ def forward(
         return o, lse, max_logit
     listed = visit(call, config.block_m, config.block_n)
     constants = (
-        D, DV, config.block_m, config.block_n, padded(D), padded(DV), precision(q.dtype), tma(k, v)
+        D, DV, config.block_m, config.block_n, padded(D), padded(DV), precision(q.dtype),
+        config.descriptors and tma(k, v),
     )  # fmt: skip
     args = (
         strided(q), strided(k), strided(v), strided(o), per_row(lse), max_logit, call.lengths, call.interval,
