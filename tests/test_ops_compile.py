@@ -1,11 +1,14 @@
 """The ops under torch.compile and torch.export, and their registration: opcheck, fake and meta tensors."""
 
+import dataclasses
+
 import pytest
 import torch
 from calls import MIX, PACKED, PLAIN, as_function, assert_equal, loss_of
 
 from tilewise import attention
 from tilewise.call import dense_call, packed_call
+from tilewise.spec import AttentionSpec
 from tilewise.testing import Case, make_inputs
 
 ALL = [pytest.param(c, id=c.name) for c in (MIX, PLAIN, PACKED)]
@@ -132,6 +135,15 @@ def test_opcheck_forward(case, grad):
     q, k, v, *rest = _op_arguments(make_inputs(case))
     q, k, v = (t.detach().requires_grad_(grad) for t in (q, k, v))
     torch.library.opcheck(torch.ops.tilewise.attention_fwd.default, (q, k, v, *rest))
+
+
+def test_max_logit_is_empty_unless_asked_for():
+    q, k, v, aux, key, *rest = _op_arguments(make_inputs(PLAIN))
+    asking = dataclasses.replace(AttentionSpec.parse(key), max_logit=True).key
+    for spec, heads in ((key, 0), (asking, 4)):
+        arguments = (q, k, v, aux, spec, *rest)
+        torch.library.opcheck(torch.ops.tilewise.attention_fwd.default, arguments)
+        assert torch.ops.tilewise.attention_fwd.default(*arguments)[2].shape == (heads,)
 
 
 @pytest.mark.parametrize("case", ALL)

@@ -83,7 +83,7 @@ def attention(
     """
     call = dense_call(
         q, k, v, mask, causal, window_size, bias, alibi_slopes, softcap, sinks, dropout_p, softmax_scale, deterministic,
-        layout, generator,
+        layout, generator, return_max_logit,
     )  # fmt: skip
     o, lse, max_logit = _run(call, backend)
     return _select_outputs(o.transpose(1, 2) if layout == "bhsd" else o, lse, max_logit, return_lse, return_max_logit)
@@ -144,7 +144,7 @@ def attention_varlen(
     """
     call = packed_call(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, mask, causal, window_size,
-        bias, alibi_slopes, softcap, sinks, dropout_p, softmax_scale, deterministic, generator,
+        bias, alibi_slopes, softcap, sinks, dropout_p, softmax_scale, deterministic, generator, return_max_logit,
     )  # fmt: skip
     o, lse, max_logit = _run(call, backend)
     return _select_outputs(o, lse, max_logit, return_lse, return_max_logit)

@@ -33,7 +33,7 @@ class Call(NamedTuple):
 
 def dense_call(
     q: Any, k: Any, v: Any, mask, causal, window_size, bias, alibi_slopes, softcap, sinks, dropout_p, softmax_scale,
-    deterministic, layout, generator,
+    deterministic, layout, generator, return_max_logit=False,
 ) -> Call:  # fmt: skip
     """The arguments of `attention` as a `Call`."""
     if layout not in LAYOUTS:
@@ -43,12 +43,15 @@ def dense_call(
         q, k, v = (t.transpose(1, 2) if t.dim() == 4 else t for t in (q, k, v))
     masks, align = _collect_masks(mask, causal, window_size)
     named = {"bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
-    return _describe(q, k, v, masks, align, named, softcap, dropout_p, softmax_scale, deterministic, generator, 0, 0)
+    return _describe(
+        q, k, v, masks, align, named, softcap, dropout_p, softmax_scale, deterministic, generator, 0, 0, return_max_logit
+    )  # fmt: skip
 
 
 def packed_call(
     q: Any, k: Any, v: Any, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, mask, causal,
     window_size, bias, alibi_slopes, softcap, sinks, dropout_p, softmax_scale, deterministic, generator,
+    return_max_logit=False,
 ) -> Call:  # fmt: skip
     """The arguments of `attention_varlen` as a `Call`."""
     _check_tensors(q, k, v)
@@ -71,8 +74,9 @@ def packed_call(
         "seqused_k": seqused_k,
     }
     return _describe(
-        q, k, v, masks, align, named, softcap, dropout_p, softmax_scale, deterministic, generator, max_q, max_k
-    )
+        q, k, v, masks, align, named, softcap, dropout_p, softmax_scale, deterministic, generator, max_q, max_k,
+        return_max_logit,
+    )  # fmt: skip
 
 
 def select_backend(signatures: tuple, spec: AttentionSpec, max_q: int, max_k: int, backend: str | None) -> str:
@@ -87,7 +91,9 @@ def problem_of(signatures: tuple, spec: AttentionSpec, max_q: int, max_k: int) -
     return make_problem(q, k, v, aux, spec, max_q, max_k)
 
 
-def _describe(q, k, v, masks, align, named, softcap, dropout_p, softmax_scale, deterministic, generator, max_q, max_k):
+def _describe(
+    q, k, v, masks, align, named, softcap, dropout_p, softmax_scale, deterministic, generator, max_q, max_k, max_logit
+):  # fmt: skip
     # Numbers before the cache below: a tensor would be found there by identity, whatever it holds by then.
     cap = None if softcap is None else check_number(softcap, "softcap") or None
     p = check_number(dropout_p, "dropout_p", 0.0, 1.0) if isinstance(dropout_p, Tensor) or dropout_p != 0 else 0.0
@@ -106,7 +112,7 @@ def _describe(q, k, v, masks, align, named, softcap, dropout_p, softmax_scale, d
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k, v)
     make_spec = AttentionSpec if torch.compiler.is_compiling() else _make_spec
-    spec = make_spec(terms, align, cap, p, bool(deterministic), present)
+    spec = make_spec(terms, align, cap, p, bool(deterministic), present, bool(max_logit))
     scale = _default_scale(q) if softmax_scale is None else check_number(softmax_scale, "softmax_scale", -LARGEST)
     signatures = tuple((t.shape, t.dtype, t.device) for t in (q, k, v, *aux))
     return Call(q, k, v, aux, spec, scale, max_q, max_k, signatures)

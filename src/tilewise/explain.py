@@ -128,7 +128,7 @@ def _call(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[Call, str | 
     given.apply_defaults()
     arguments = dict(given.arguments)
     backend = arguments.pop("backend")
-    del arguments["return_lse"], arguments["return_max_logit"]
+    del arguments["return_lse"]
     # A generator of its own: explaining a call with dropout must not change what the call will draw.
     arguments["generator"] = torch.Generator()
     return (packed_call if packed else dense_call)(**arguments), backend or dispatch.preferred()

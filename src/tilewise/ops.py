@@ -47,7 +47,7 @@ VMAP_DROPOUT = "tilewise: vmap over attention with dropout is not supported: eve
 def attention(
     q: Tensor, k: Tensor, v: Tensor, aux: list[Tensor], spec: str, scale: float, backend: str, max_q: int, max_k: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """o, lse, max_logit of a checked call, by whichever path the caller is in."""
+    """o, lse, max_logit (empty unless the spec asks for it) of a checked call, by whichever path the caller is in."""
     if torch.compiler.is_compiling():
         return _fwd(q, k, v, aux, spec, scale, backend, max_q, max_k)
     if torch._C._are_functorch_transforms_active():
@@ -92,7 +92,8 @@ def _forward_fake(q, k, v, aux, spec, scale, backend, max_q, max_k):
     o = q.new_empty((*q.shape[:-1], v.shape[-1]))
     acc = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse_shape = (q.shape[1], q.shape[0]) if q.dim() == 3 else (q.shape[0], q.shape[2], q.shape[1])
-    return o, q.new_empty(lse_shape, dtype=acc), q.new_empty((q.shape[-2],), dtype=acc)
+    heads = q.shape[-2] if AttentionSpec.parse(spec).max_logit else 0
+    return o, q.new_empty(lse_shape, dtype=acc), q.new_empty((heads,), dtype=acc)
 
 
 def _backward_fake(do, dlse, q, k, v, o, lse, aux, spec, scale, backend, max_q, max_k, needs):

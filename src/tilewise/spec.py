@@ -52,13 +52,14 @@ class AttentionSpec:
     dropout_p: float = 0.0
     deterministic: bool = False
     tensors: tuple[str, ...] = ()  # the names of TENSORS present in aux, in that order
+    max_logit: bool = False  # whether the largest score of each head is asked for
 
     key: str = field(init=False, compare=False, repr=False)  # a string from which `parse` rebuilds the spec
 
     def __post_init__(self):
         terms = tuple(tuple(term) for term in self.mask)
-        key = repr((terms, self.align, self.softcap, self.dropout_p, self.deterministic, self.tensors))
-        object.__setattr__(self, "key", key)
+        rest = self.align, self.softcap, self.dropout_p, self.deterministic, self.tensors, self.max_logit
+        object.__setattr__(self, "key", repr((terms, *rest)))
 
     @staticmethod
     def parse(key: str) -> AttentionSpec:

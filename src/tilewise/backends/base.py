@@ -75,7 +75,7 @@ class Forward(Protocol):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, bound: BoundSpec, max_q: int, max_k: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return o, lse and max_logit (H,)."""
+        """Return o, lse and max_logit: (H,), or (0,) where the spec does not ask for it."""
         ...
 
 

@@ -138,7 +138,7 @@ def finish_row(lanes, a, s, t):
     """lse and the factor that normalises the row's output, the sink taken into the sum."""
     top, total = get_real(lanes, s.lane_max, t) * a.score_scale, float(get_real(lanes, s.lane_sum, t))
     head = get_i64(s.lane_head, t)
-    if top * LN2 > get_real(lanes, a.max_logit, head):
+    if a.max_logit != 0 and top * LN2 > get_real(lanes, a.max_logit, head):
         atomic_max(lanes, a.max_logit, head, top * LN2)
     factor = 1.0
     if a.sinks != 0:
@@ -272,7 +272,7 @@ def forward(
         lanes: accumulation type and vector width; this machine's where None.
 
     Returns:
-        o, lse (natural logarithm), max_logit (H,): the largest visible score of each head.
+        o, lse (natural logarithm), max_logit (H,): the largest visible score of each head; (0,) where not asked for.
     """
     q, k, v = map(last_dim_dense, (q, k, v))
     real = accumulation_dtype(q.dtype)
@@ -281,7 +281,7 @@ def forward(
     packed = not outer
     o = torch.empty((*outer, rows, heads, value_dim), dtype=q.dtype, device="cpu") if out is None else out
     lse = torch.empty((heads, rows) if packed else (batch, heads, rows), dtype=real, device="cpu")
-    max_logit = torch.full((heads,), -math.inf, dtype=real, device="cpu")
+    max_logit = torch.full((heads if plan.max_logit else 0,), -math.inf, dtype=real, device="cpu")
     if packed:  # rows between sequences belong to no job
         o.zero_()
         lse.fill_(-math.inf)

@@ -48,6 +48,7 @@ def _lower(
         tiles=_tile_ranges(tile_map(masks, seqs.max_q, seqs.max_k), B, H, seqs.max_k) if masks else None,
         dropout_p=bound.spec.dropout_p,
         seed=0 if bound.seed is None else int(bound.seed),
+        max_logit=bound.spec.max_logit,
     )
 
 

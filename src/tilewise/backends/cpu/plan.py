@@ -45,5 +45,6 @@ class Plan:
     tiles: TileRanges | None = None
     dropout_p: float = 0.0
     seed: int = 0
+    max_logit: bool = True  # whether the largest score of each head is asked for
     #: What the passes made ready for calls with this plan, by shapes and strides: a training loop has few of both.
     launches: dict[tuple, Any] = field(default_factory=dict, init=False, compare=False, repr=False)

@@ -394,7 +394,7 @@ def forward(
         config: the measured one where None.
 
     Returns:
-        o, lse (natural logarithm), max_logit (H,): the largest visible score of each head.
+        o, lse (natural logarithm), max_logit (H,): the largest visible score of each head; (0,) where not asked for.
     """
     D, DV, G = q.shape[-1], v.shape[-1], call.H // k.shape[-2]
     config = config or forward_config(D, DV)
@@ -419,4 +419,4 @@ def forward(
     )  # fmt: skip
     key = (call.kind, layout_key(q, k, v), config)
     _launcher.start(forward_kernel, key, min(items, multiprocessors(q.device)), args, options(config))
-    return o, lse, record[: call.H]
+    return o, lse, record[: call.H if call.bound.spec.max_logit else 0]

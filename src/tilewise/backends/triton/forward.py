@@ -139,13 +139,14 @@ def forward(
         config: tile sizes; the measured ones where None.
 
     Returns:
-        o, lse (natural logarithm), max_logit (H,): the largest visible score of each head.
+        o, lse (natural logarithm), max_logit (H,): the largest visible score of each head; (0,) where not asked for.
     """
     D, DV = q.shape[-1], v.shape[-1]
     config = config or forward_config(D, DV, q.dtype, q.device, call.lengths.max_k)
     o = q.new_empty((*q.shape[:-1], DV))
     lse = q.new_empty(call.lse_shape, dtype=torch.float32)
-    max_logit = q.new_full((call.H,), -float("inf"), dtype=torch.float32)
+    asked = call.bound.spec.max_logit
+    max_logit = lse.new_full((call.H,), -float("inf")) if asked else lse.new_empty(0)
     if call.varlen:  # rows between sequences belong to no program
         o.zero_()
         lse.fill_(-float("inf"))
@@ -158,8 +159,8 @@ def forward(
         config.descriptors and tma(k, v),
     )  # fmt: skip
     args = (
-        strided(q), strided(k), strided(v), strided(o), per_row(lse), max_logit, call.lengths, call.interval,
-        call.scoring, listed, call.sinks, call.H, group, tiles, heads,
+        strided(q), strided(k), strided(v), strided(o), per_row(lse), max_logit if asked else None, call.lengths,
+        call.interval, call.scoring, listed, call.sinks, call.H, group, tiles, heads,
         heads_together(call, call.lengths.max_k, k, v, group), *constants,
     )  # fmt: skip
     key = (call.kind, layout_key(q, k, v), constants, config)
