@@ -23,7 +23,7 @@ from tilewise.backends.device.order import heads_together, multiprocessors
 from tilewise.backends.device.portable import kv_tile_range, work_order
 from tilewise.backends.device.rows import down
 from tilewise.backends.device.scoremods import scores
-from tilewise.backends.device.seqinfo import row_interval, rows_at, sequence
+from tilewise.backends.device.seqinfo import row_interval, sequence
 from tilewise.backends.device.softmax import LN2, finish_softmax
 from tilewise.backends.device.structs import Rows
 from tilewise.tiles import cdiv
@@ -40,9 +40,10 @@ ROWS = gl.constexpr(64)  # of one consumer: those of one warpgroup's products
 LOWEST = gl.constexpr(-3.0e38)  # a finite start of the maximum: differences with it are never NaN
 SLACK = gl.constexpr(8.0)  # p may grow to 2^8 before the sums are rescaled
 
-# The words of a work item: the first query row (-1: no more work), ...
-ROW, B, H, Q_START, Q_LEN, K_LEN, SHIFT, FIRST, LAST, PLACE = (gl.constexpr(i) for i in range(10))
-WORDS = gl.constexpr(10)
+# The words of a work item: first query row (-1: no more work), batch, head, what `sequence` tells, key tiles from FIRST to
+# LAST, and where the numbers of the row tile begin in `lse` and the notes of its consumers in `record`.
+ROW, B, H, Q_START, Q_LEN, K_LEN, SHIFT, FIRST, LAST, LSE, NOTE = (gl.constexpr(i) for i in range(11))
+WORDS = gl.constexpr(11)
 
 
 @aggregate
@@ -95,12 +96,13 @@ def row_tile(place, tiles, heads, together, all_heads):
 
 @gluon.jit
 def produce(
-    q_desc, k_desc, v_desc, counter, lengths, interval, shared, heads, group, tiles, together, all_heads, CFG: gl.constexpr
+    q_desc, k_desc, v_desc, lse, record, lengths, interval, shared, heads, group, tiles, together, all_heads, CFG: gl.constexpr
 ):  # fmt: skip
     """Find out what is to do, and start the copies: queries, then keys and values, the last tile first."""
     GROUPS: gl.constexpr = CFG.groups
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     BLOCK_N: gl.constexpr = CFG.block_n
+    counter = (record + heads).to(gl.pointer_type(gl.int32))
     place = gl.program_id(0)
     item = 0
     at = 0
@@ -112,7 +114,9 @@ def produce(
             span = tile_range(interval, row, gl.minimum(row + BLOCK_M, q_len), shift, k_len, BLOCK_N)
             first = span.first
             last = gl.maximum(span.last, first + 1)  # consumers count on one tile, be it masked
-            shared.queue.put(item, (row, b, h, q_start, q_len, k_len, shift, first, last, place))
+            lse_start = b * lse.batch + h * lse.head + q_start + row
+            note = heads + 1 + place * GROUPS
+            shared.queue.put(item, (row, b, h, q_start, q_len, k_len, shift, first, last, lse_start, note))
             for g in gl.static_range(GROUPS):
                 shared.queries.fill(item * GROUPS + g, q_desc, tma_start(q_desc, b, h, q_start, q_len, row + g * ROWS))
             for n in range(last - first):
@@ -122,7 +126,7 @@ def produce(
                 at += 1
             item += 1
         place = draw(counter)
-    shared.queue.put(item, (-1, 0, 0, 0, 0, 0, 0, 0, 0, 0))
+    shared.queue.put(item, (-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0))
 
 
 @gluon.jit
@@ -211,7 +215,7 @@ def own_tiles(GROUP: gl.constexpr, queue, item, interval, BLOCK_N: gl.constexpr)
 
 @gluon.jit
 def consume(
-    GROUP: gl.constexpr, o_desc, lse, max_logit, notes, interval, scoring, sinks, shared, CFG: gl.constexpr
+    GROUP: gl.constexpr, o_desc, lse, record, interval, scoring, sinks, shared, CFG: gl.constexpr
 ):  # fmt: skip
     """64 rows of every tile: o = softmax(scores(q k^T)) v."""
     DTYPE: gl.constexpr = shared.keys.tiles.dtype
@@ -296,17 +300,21 @@ def consume(
         values.free(at)
         at = skip(GROUP, shared, at + 1, own_first - queue.word(item, FIRST), CFG)
         broken = gl.convert_layout(gl.sum(acc * 0.0, 1), LINE, assert_trivial=True)  # NaN where acc is not finite
-        if gl.max(gl.where((broken == 0.0) | (row_lse != row_lse), 0, 1), 0) > 0:
-            gl.store(notes + queue.word(item, PLACE) * CFG.groups + GROUP, gl.program_id(0))
+        whole = (broken == 0.0) | (row_lse != row_lse)
+        index = gl.arange(0, ROWS, LINE)
+        seen = gl.where(row + index < q_len, top, float("-inf"))
+        highest = gl.max(gl.where(whole, seen, float("inf")), 0)
+        if highest == float("inf"):
+            highest = gl.max(seen, 0)
+            gl.store((record + queue.word(item, NOTE) + GROUP).to(gl.pointer_type(gl.int32)), gl.program_id(0))
             shared.noted.store(gl.full([1], 1, gl.int32, ONE))
         else:
             out.reshape([ROWS, BLOCK_DV]).store((acc * norm[:, None]).to(DTYPE))
             fence_async_shared()
             gl.thread_barrier()
             tma.async_copy_shared_to_global(o_desc, tma_start(o_desc, b, h, q_start, q_len, row), out)
-        index = row + gl.arange(0, ROWS, LINE)
-        gl.store(rows_at(lse, b, h, q_start) + index, row_lse, mask=index < q_len)
-        gl.atomic_max(max_logit + h, gl.max(gl.where(index < q_len, top, float("-inf")), 0) * LN2)
+        gl.store(lse + queue.word(item, LSE) + GROUP * ROWS + index, row_lse, mask=row + index < q_len)
+        gl.atomic_max(record + h, highest * LN2)
         if CFG.shares_out:
             tma.store_wait(0)
             queries.free(item * CFG.groups + GROUP)
@@ -320,10 +328,11 @@ def consume(
 
 @gluon.jit
 def repair_noted(
-    q, k, v, o, lse, notes, lengths, interval, scoring, heads, group, tiles, together, all_heads, D, DV, BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr, GROUPS: gl.constexpr,
+    q, k, v, o, lse, record, lengths, interval, scoring, heads, group, tiles, together, all_heads, D, DV,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """All rows that consumers of this program have noted."""
+    notes = (record + heads + 1).to(gl.pointer_type(gl.int32))
     for note in range(tiles * all_heads * GROUPS):
         if gl.load(notes + note) == gl.program_id(0):
             i, b, h = row_tile(note // GROUPS, tiles, heads, together, all_heads)
@@ -347,8 +356,6 @@ def forward_kernel(
     """
     GROUPS: gl.constexpr = CFG.groups
     RANK: gl.constexpr = len(q_desc.block_type.shape)
-    counter = (record + heads).to(gl.pointer_type(gl.int32))
-    notes = counter + 1
     queries = make_ring(q_desc, GROUPS, 1)
     keys = make_ring(k_desc, CFG.stages, GROUPS)
     values = make_ring(v_desc, CFG.stages, GROUPS)
@@ -363,22 +370,22 @@ def forward_kernel(
     barriers_ready()
     if GROUPS == 2:
         gl.warp_specialize([
-            (consume, (0, o_desc, lse, record, notes, interval, scoring, sinks, shared, CFG)),
-            (consume, (1, o_desc, lse, record, notes, interval, scoring, sinks, shared, CFG)),
-            (produce, (q_desc, k_desc, v_desc, counter, lengths, interval, shared, heads, group, tiles, together, all_heads,
-                       CFG)),
+            (consume, (0, o_desc, lse.data, record, interval, scoring, sinks, shared, CFG)),
+            (consume, (1, o_desc, lse.data, record, interval, scoring, sinks, shared, CFG)),
+            (produce, (q_desc, k_desc, v_desc, lse, record, lengths, interval, shared, heads, group, tiles, together,
+                       all_heads, CFG)),
         ], [4, 1], [CFG.registers, CFG.producer_registers])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, o_desc, lse, record, notes, interval, scoring, sinks, shared, CFG)),
-            (consume, (1, o_desc, lse, record, notes, interval, scoring, sinks, shared, CFG)),
-            (consume, (2, o_desc, lse, record, notes, interval, scoring, sinks, shared, CFG)),
-            (produce, (q_desc, k_desc, v_desc, counter, lengths, interval, shared, heads, group, tiles, together, all_heads,
-                       CFG)),
+            (consume, (0, o_desc, lse.data, record, interval, scoring, sinks, shared, CFG)),
+            (consume, (1, o_desc, lse.data, record, interval, scoring, sinks, shared, CFG)),
+            (consume, (2, o_desc, lse.data, record, interval, scoring, sinks, shared, CFG)),
+            (produce, (q_desc, k_desc, v_desc, lse, record, lengths, interval, shared, heads, group, tiles, together,
+                       all_heads, CFG)),
         ], [4, 4, 1], [CFG.registers, CFG.registers, CFG.producer_registers])  # fmt: skip
     if gl.max(noted.load(ONE), 0) > 0:
         repair_noted(
-            q, k, v, o, lse, notes, lengths, interval, scoring, heads, group, tiles, together, all_heads, D, DV,
+            q, k, v, o, lse, record, lengths, interval, scoring, heads, group, tiles, together, all_heads, D, DV,
             q_desc.block_type.shape[RANK - 1], v_desc.block_type.shape[RANK - 1], GROUPS,
         )  # fmt: skip
 
