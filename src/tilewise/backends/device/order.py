@@ -25,7 +25,8 @@ def heads_together(call: Lowered, rows: int, x: torch.Tensor, y: torch.Tensor, s
     if not call.bound.interval_masks:
         return 1
     streamed = rows * (x.shape[-1] + y.shape[-1]) * x.element_size()
-    return max(1, int(CACHE_SHARE * cache_bytes(call.device)) // max(1, streamed)) * sharing
+    fitting = max(1, int(CACHE_SHARE * cache_bytes(call.device)) // max(1, streamed))
+    return (1 << (fitting.bit_length() - 1)) * sharing  # a power of two: the last heads are seldom fewer
 
 
 @lru_cache(maxsize=16)

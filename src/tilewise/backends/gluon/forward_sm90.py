@@ -20,29 +20,40 @@ from triton.language.core import _aggregate as aggregate
 from tilewise.backends.device.launch import Launcher, layout_key
 from tilewise.backends.device.lower import Lowered, per_row, strided
 from tilewise.backends.device.order import heads_together, multiprocessors
-from tilewise.backends.device.portable import kv_tile_range, work_order
 from tilewise.backends.device.rows import down
 from tilewise.backends.device.scoremods import scores
-from tilewise.backends.device.seqinfo import row_interval, rows_at, sequence
+from tilewise.backends.device.seqinfo import row_interval
 from tilewise.backends.device.softmax import LN2, finish_softmax
 from tilewise.backends.device.structs import Rows
 from tilewise.tiles import cdiv
 
 from .configs import ForwardConfig, forward_config, options, padded
 from .descriptors import boxes
-from .pipeline import Queue, Ring, await_turn, barriers_ready, draw, give_turn, make_queue, make_ring, tma_start
+from .forward_producer import (
+    FIRST,
+    K_LEN,
+    LAST,
+    LSE,
+    NOTE,
+    Q_LEN,
+    Q_START,
+    ROW,
+    ROWS,
+    SHIFT,
+    WORDS,
+    B,
+    H,
+    produce,
+    tile_range,
+)
+from .pipeline import Queue, Ring, await_turn, barriers_ready, give_turn, make_queue, make_ring, tma_start
 from .registers import columns_from, exp2_early, halves, joined, keep_columns, packed, rescale, thread_sums, unpacked
-from .repair import repair_row
+from .repair import repair_noted
 
 _launcher = Launcher()
 
-ROWS = gl.constexpr(64)  # of one consumer: those of one warpgroup's products
 LOWEST = gl.constexpr(-3.0e38)  # a finite start of the maximum: differences with it are never NaN
 SLACK = gl.constexpr(8.0)  # p may grow to 2^8 before the sums are rescaled
-
-# The words of a work item: the first query row (-1: no more work), ...
-ROW, B, H, Q_START, Q_LEN, K_LEN, SHIFT, FIRST, LAST, PLACE = (gl.constexpr(i) for i in range(10))
-WORDS = gl.constexpr(10)
 
 
 @aggregate
@@ -66,12 +77,10 @@ class Shared:
         self.noted = noted
 
 
-@gluon.jit
-def tile_range(interval, row, end, shift, k_len, BLOCK_N: gl.constexpr):
-    """The key tiles of rows [row, end): no bound ever decreases from row to row, so the first and the last say all."""
-    lo_min, hi_min = row_interval(interval, 0, row + shift, 0, row < end, k_len)
-    lo_max, hi_max = row_interval(interval, 0, gl.maximum(end - 1, row) + shift, 0, row < end, k_len)
-    return kv_tile_range(lo_min, lo_max, hi_min, hi_max, BLOCK_N)
+@gluon.constexpr_function
+def product_layout(columns):
+    """Where a warpgroup's products of 64 rows lie in registers."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.jit
@@ -84,45 +93,6 @@ def has_low(interval):
 def has_high(interval):
     """Whether more than the last of the key tiles behind the full ones may need it."""
     return interval.right is not None or interval.prefix is not None or interval.chunk is not None
-
-
-@gluon.jit
-def row_tile(place, tiles, heads, together, all_heads):
-    """(i, b, h) of a place in the work order: under a causal mask the last rows take longest, they go first."""
-    rank, head = work_order(place, tiles, all_heads, together)
-    return tiles - 1 - rank, head // heads, head % heads
-
-
-@gluon.jit
-def produce(
-    q_desc, k_desc, v_desc, counter, lengths, interval, shared, heads, group, tiles, together, all_heads, CFG: gl.constexpr
-):  # fmt: skip
-    """Find out what is to do, and start the copies: queries, then keys and values, the last tile first."""
-    GROUPS: gl.constexpr = CFG.groups
-    BLOCK_M: gl.constexpr = GROUPS * ROWS
-    BLOCK_N: gl.constexpr = CFG.block_n
-    place = gl.program_id(0)
-    item = 0
-    at = 0
-    while place < tiles * all_heads:
-        i, b, h = row_tile(place, tiles, heads, together, all_heads)
-        q_start, q_len, k_start, k_len, shift = sequence(lengths, b)
-        row = i * BLOCK_M
-        if row < q_len:
-            span = tile_range(interval, row, gl.minimum(row + BLOCK_M, q_len), shift, k_len, BLOCK_N)
-            first = span.first
-            last = gl.maximum(span.last, first + 1)  # consumers count on one tile, be it masked
-            shared.queue.put(item, (row, b, h, q_start, q_len, k_len, shift, first, last, place))
-            for g in gl.static_range(GROUPS):
-                shared.queries.fill(item * GROUPS + g, q_desc, tma_start(q_desc, b, h, q_start, q_len, row + g * ROWS))
-            for n in range(last - first):
-                key = (last - 1 - n) * BLOCK_N
-                shared.keys.fill(at, k_desc, tma_start(k_desc, b, h // group, k_start, k_len, key))
-                shared.values.fill(at, v_desc, tma_start(v_desc, b, h // group, k_start, k_len, key))
-                at += 1
-            item += 1
-        place = draw(counter)
-    shared.queue.put(item, (-1, 0, 0, 0, 0, 0, 0, 0, 0, 0))
 
 
 @gluon.jit
@@ -145,41 +115,71 @@ def tile_scores(GROUP: gl.constexpr, product, j, queue, item, interval, scoring,
 
 
 @gluon.jit
-def sweep_step(
-    GROUP: gl.constexpr, shared, at, item, j, q, acc, p, base, total, top, zero, interval, scoring, CFG: gl.constexpr,
+def first_tile(GROUP: gl.constexpr, shared, at, item, j, masked, q, interval, scoring, CFG: gl.constexpr):
+    """(p, base, total, top) of key tile j alone."""
+    BLOCK_N: gl.constexpr = CFG.block_n
+    keys = shared.keys
+    keys.wait(at)
+    await_turn(GROUP)
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
+    s = warpgroup_mma(q, keys.tile(at).permute((1, 0)), zero, use_acc=False, is_async=True)
+    give_turn((GROUP + 1) % CFG.groups)
+    s = warpgroup_mma_wait(0, [s])
+    keys.free(at)
+    if masked:
+        s = tile_scores(GROUP, s, j, shared.queue, item, interval, scoring, True)
+    else:
+        s = tile_scores(GROUP, s, j, shared.queue, item, interval, scoring, False)
+    top = gl.max(s, 1) * scoring.factor
+    base = gl.maximum(top, LOWEST)
+    weights = gl.exp2(s * scoring.factor - base[:, None])
+    return packed(weights, keys.tiles.dtype), base, thread_sums(weights), top
+
+
+@gluon.jit
+def sweep(
+    GROUP: gl.constexpr, shared, at, item, j, end, q, acc, p, base, total, top, interval, scoring, CFG: gl.constexpr,
     MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Key tile j: s = q k^T, and acc += p v of the tile before it; then p = 2^(s - base), acc and total rescaled."""
+    """Key tiles j down to `end`: s = q k^T, and acc += p v of the tile before; p = 2^(s - base), acc and total rescaled."""
+    BLOCK_N: gl.constexpr = CFG.block_n
     DTYPE: gl.constexpr = shared.keys.tiles.dtype
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
     keys, values = shared.keys, shared.values
-    keys.wait(at + 1)
-    await_turn(GROUP)
-    s = warpgroup_mma(q, keys.tile(at + 1).permute((1, 0)), zero, use_acc=False, is_async=True)
-    values.wait(at)
-    operand = unpacked(p, DTYPE, OPERAND)
-    acc = warpgroup_mma(operand, values.tile(at), acc, is_async=True)
-    give_turn((GROUP + 1) % CFG.groups)
-    s = warpgroup_mma_wait(1, [s])
-    keys.free(at + 1)
-    s = tile_scores(GROUP, s, j, shared.queue, item, interval, scoring, MASKED)
-    highest = gl.max(s, 1) * scoring.factor
-    top = gl.maximum(top, highest)
-    grown = gl.where(highest > base + SLACK, highest, base)
-    alpha = gl.exp2(base - grown)
-    left, right = halves(s * scoring.factor - grown[:, None])
-    if CFG.early:
-        left = exp2_early(left)
-    values.wait(at)  # it is there: without this the compiler waits for the product above, and nothing overlaps
-    acc, operand = warpgroup_mma_wait(0, [acc, operand])
-    values.free(at)
-    acc = rescale(acc, gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True))
-    if not CFG.early:
-        left = gl.exp2(left)
-    weights = joined(left, gl.exp2(right), s)
-    sums = thread_sums(weights)
-    factor = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
-    return acc, packed(weights, DTYPE), grown, total * factor[:, None] + sums, top
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
+    while j >= end:
+        keys.wait(at + 1)
+        await_turn(GROUP)
+        s = warpgroup_mma(q, keys.tile(at + 1).permute((1, 0)), zero, use_acc=False, is_async=True)
+        values.wait(at)
+        operand = unpacked(p, DTYPE, OPERAND)
+        acc = warpgroup_mma(operand, values.tile(at), acc, is_async=True)
+        give_turn((GROUP + 1) % CFG.groups)
+        s = warpgroup_mma_wait(1, [s])
+        keys.free(at + 1)
+        s = tile_scores(GROUP, s, j, shared.queue, item, interval, scoring, MASKED)
+        highest = gl.max(s, 1) * scoring.factor
+        top = gl.maximum(top, highest)
+        grown = gl.where(highest > base + SLACK, highest, base)
+        alpha = gl.exp2(base - grown)
+        left, right = halves(s * scoring.factor - grown[:, None])
+        if CFG.early:
+            left = exp2_early(left)
+        values.wait(at)  # it is there: without this the compiler waits for the product above, and nothing overlaps
+        acc, operand = warpgroup_mma_wait(0, [acc, operand])
+        values.free(at)
+        acc = rescale(acc, gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True))
+        if not CFG.early:
+            left = gl.exp2(left)
+        weights = joined(left, gl.exp2(right), s)
+        sums = thread_sums(weights)
+        factor = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
+        total = total * factor[:, None] + sums
+        p = packed(weights, DTYPE)
+        base = grown
+        at += 1
+        j -= 1
+    return at, j, acc, p, base, total, top
 
 
 @gluon.jit
@@ -210,103 +210,82 @@ def own_tiles(GROUP: gl.constexpr, queue, item, interval, BLOCK_N: gl.constexpr)
 
 
 @gluon.jit
+def write(GROUP: gl.constexpr, o_desc, lse, record, shared, item, acc, norm, row_lse, top):
+    """o = norm acc, lse and the largest score; rows whose o is not finite are noted, they need `repair`."""
+    queue = shared.queue
+    LINE: gl.constexpr = row_lse.type.layout
+    b, h, q_start, q_len = queue.word(item, B), queue.word(item, H), queue.word(item, Q_START), queue.word(item, Q_LEN)
+    row = queue.word(item, ROW) + GROUP * ROWS
+    index = gl.arange(0, ROWS, LINE)
+    broken = gl.convert_layout(gl.sum(acc * 0.0, 1), LINE, assert_trivial=True)  # NaN where acc is not finite
+    whole = (broken == 0.0) | (row_lse != row_lse)
+    seen = gl.where(row + index < q_len, top, float("-inf"))
+    highest = gl.max(gl.where(whole, seen, float("inf")), 0)  # one maximum over the rows tells both
+    if highest == float("inf"):
+        highest = gl.max(seen, 0)
+        gl.store((record + queue.word(item, NOTE) + GROUP).to(gl.pointer_type(gl.int32)), gl.program_id(0))
+        shared.noted.store(gl.full([1], 1, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+    else:
+        out = shared.out.index(GROUP)
+        factor = gl.convert_layout(norm, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)
+        out.reshape(acc.type.shape).store((acc * factor[:, None]).to(out.dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(o_desc, tma_start(o_desc, b, h, q_start, q_len, row), out)
+    gl.store(lse + queue.word(item, LSE) + GROUP * ROWS + index, row_lse, mask=row + index < q_len)
+    gl.atomic_max(record + h, highest * LN2)
+
+
+@gluon.jit
 def consume(
-    GROUP: gl.constexpr, o_desc, lse, max_logit, notes, interval, scoring, sinks, shared, CFG: gl.constexpr
+    GROUP: gl.constexpr, o_desc, lse, record, interval, scoring, sinks, shared, CFG: gl.constexpr
 ):  # fmt: skip
     """64 rows of every tile: o = softmax(scores(q k^T)) v."""
-    DTYPE: gl.constexpr = shared.keys.tiles.dtype
-    BLOCK_N: gl.constexpr = CFG.block_n
     BLOCK_DV: gl.constexpr = shared.out.shape[len(shared.out.shape) - 1]
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_DV, 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    LINE: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    queue, queries, keys, values = shared.queue, shared.queries, shared.keys, shared.values
+    O_LAYOUT: gl.constexpr = product_layout(BLOCK_DV)
+    LINE: gl.constexpr = gl.SliceLayout(1, product_layout(CFG.block_n))
+    queue, queries, values = shared.queue, shared.queries, shared.values
     q = queries.tile(GROUP)
-    out = shared.out.index(GROUP)
-    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     if GROUP == CFG.groups - 1:
         give_turn(0)
     item = 0
     at = 0
     queue.wait(item)
     while queue.word(item, ROW) >= 0:
-        own_first, full_first, full_last, own_last = own_tiles(GROUP, queue, item, interval, BLOCK_N)
-        at = skip(GROUP, shared, at, queue.word(item, LAST) - own_last, CFG)
+        first, full_first, full_last, last = own_tiles(GROUP, queue, item, interval, CFG.block_n)
+        at = skip(GROUP, shared, at, queue.word(item, LAST) - last, CFG)
         queries.wait(item * CFG.groups + GROUP)
-        keys.wait(at)
-        await_turn(GROUP)
-        s = warpgroup_mma(q, keys.tile(at).permute((1, 0)), zero, use_acc=False, is_async=True)
-        give_turn((GROUP + 1) % CFG.groups)
-        s = warpgroup_mma_wait(0, [s])
-        keys.free(at)
-        j = own_last - 1
-        if (j >= full_last) | (j < full_first):
-            s = tile_scores(GROUP, s, j, queue, item, interval, scoring, True)
-        else:
-            s = tile_scores(GROUP, s, j, queue, item, interval, scoring, False)
-        top = gl.max(s, 1) * scoring.factor
-        base = gl.maximum(top, LOWEST)
-        weights = gl.exp2(s * scoring.factor - base[:, None])
-        total = thread_sums(weights)
-        p = packed(weights, DTYPE)
+        j = last - 1
+        masked = (j >= full_last) | (j < full_first)
+        p, base, total, top = first_tile(GROUP, shared, at, item, j, masked, q, interval, scoring, CFG)
         acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, O_LAYOUT)
         j -= 1
         if has_high(interval):
-            while j >= full_last:
-                acc, p, base, total, top = sweep_step(
-                    GROUP, shared, at, item, j, q, acc, p, base, total, top, zero, interval, scoring, CFG, True
-                )
-                at += 1
-                j -= 1
-        while j >= full_first:
-            acc, p, base, total, top = sweep_step(
-                GROUP, shared, at, item, j, q, acc, p, base, total, top, zero, interval, scoring, CFG, False
+            at, j, acc, p, base, total, top = sweep(
+                GROUP, shared, at, item, j, full_last, q, acc, p, base, total, top, interval, scoring, CFG, True
             )
-            at += 1
-            j -= 1
+        at, j, acc, p, base, total, top = sweep(
+            GROUP, shared, at, item, j, full_first, q, acc, p, base, total, top, interval, scoring, CFG, False
+        )
         if has_low(interval):
-            while j >= own_first:
-                acc, p, base, total, top = sweep_step(
-                    GROUP, shared, at, item, j, q, acc, p, base, total, top, zero, interval, scoring, CFG, True
-                )
-                at += 1
-                j -= 1
+            at, j, acc, p, base, total, top = sweep(
+                GROUP, shared, at, item, j, first, q, acc, p, base, total, top, interval, scoring, CFG, True
+            )
         if not CFG.shares_out:
             queries.free(item * CFG.groups + GROUP)
         values.wait(at)
-        operand = unpacked(p, DTYPE, OPERAND)
+        operand = unpacked(p, values.tiles.dtype, gl.DotOperandLayout(0, O_LAYOUT, 2))
         acc = warpgroup_mma(operand, values.tile(at), acc, is_async=True)
-        b, h, q_start, q_len = (
-            queue.word(item, B),
-            queue.word(item, H),
-            queue.word(item, Q_START),
-            queue.word(item, Q_LEN),
-        )
-        row = queue.word(item, ROW) + GROUP * ROWS
         sums = gl.convert_layout(gl.sum(total, 1), LINE)
         if sinks is not None:
-            row_lse, norm = finish_softmax(base, sums, gl.load(sinks + h))
+            row_lse, norm = finish_softmax(base, sums, gl.load(sinks + queue.word(item, H)))
         else:
             row_lse, norm = finish_softmax(base, sums, None)
-        norm = gl.convert_layout(norm, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)
-        tma.store_wait(0)
+        tma.store_wait(0)  # the output before this one has left its place in shared memory
         acc, operand = warpgroup_mma_wait(0, [acc, operand])
         values.free(at)
-        at = skip(GROUP, shared, at + 1, own_first - queue.word(item, FIRST), CFG)
-        broken = gl.convert_layout(gl.sum(acc * 0.0, 1), LINE, assert_trivial=True)  # NaN where acc is not finite
-        if gl.max(gl.where((broken == 0.0) | (row_lse != row_lse), 0, 1), 0) > 0:
-            gl.store(notes + queue.word(item, PLACE) * CFG.groups + GROUP, gl.program_id(0))
-            shared.noted.store(gl.full([1], 1, gl.int32, ONE))
-        else:
-            out.reshape([ROWS, BLOCK_DV]).store((acc * norm[:, None]).to(DTYPE))
-            fence_async_shared()
-            gl.thread_barrier()
-            tma.async_copy_shared_to_global(o_desc, tma_start(o_desc, b, h, q_start, q_len, row), out)
-        index = row + gl.arange(0, ROWS, LINE)
-        gl.store(rows_at(lse, b, h, q_start) + index, row_lse, mask=index < q_len)
-        gl.atomic_max(max_logit + h, gl.max(gl.where(index < q_len, top, float("-inf")), 0) * LN2)
+        at = skip(GROUP, shared, at + 1, first - queue.word(item, FIRST), CFG)
+        write(GROUP, o_desc, lse, record, shared, item, acc, norm, row_lse, top)
         if CFG.shares_out:
             tma.store_wait(0)
             queries.free(item * CFG.groups + GROUP)
@@ -316,23 +295,6 @@ def consume(
     tma.store_wait(0)
     if GROUP == 0:
         await_turn(0)
-
-
-@gluon.jit
-def repair_noted(
-    q, k, v, o, lse, notes, lengths, interval, scoring, heads, group, tiles, together, all_heads, D, DV, BLOCK_D: gl.constexpr,
-    BLOCK_DV: gl.constexpr, GROUPS: gl.constexpr,
-):  # fmt: skip
-    """All rows that consumers of this program have noted."""
-    for note in range(tiles * all_heads * GROUPS):
-        if gl.load(notes + note) == gl.program_id(0):
-            i, b, h = row_tile(note // GROUPS, tiles, heads, together, all_heads)
-            _, q_len, _, _, _ = sequence(lengths, b)
-            first = (i * GROUPS + note % GROUPS) * ROWS
-            for index in range(first, gl.minimum(first + ROWS, q_len)):
-                repair_row(
-                    q, k, v, o, lse, lengths, interval, scoring, b, h, h // group, index, D, DV, BLOCK_D, BLOCK_DV
-                )
 
 
 @gluon.jit(do_not_specialize=["heads", "group", "tiles", "together", "all_heads", "D", "DV"])
@@ -347,8 +309,6 @@ def forward_kernel(
     """
     GROUPS: gl.constexpr = CFG.groups
     RANK: gl.constexpr = len(q_desc.block_type.shape)
-    counter = (record + heads).to(gl.pointer_type(gl.int32))
-    notes = counter + 1
     queries = make_ring(q_desc, GROUPS, 1)
     keys = make_ring(k_desc, CFG.stages, GROUPS)
     values = make_ring(v_desc, CFG.stages, GROUPS)
@@ -363,22 +323,22 @@ def forward_kernel(
     barriers_ready()
     if GROUPS == 2:
         gl.warp_specialize([
-            (consume, (0, o_desc, lse, record, notes, interval, scoring, sinks, shared, CFG)),
-            (consume, (1, o_desc, lse, record, notes, interval, scoring, sinks, shared, CFG)),
-            (produce, (q_desc, k_desc, v_desc, counter, lengths, interval, shared, heads, group, tiles, together, all_heads,
-                       CFG)),
+            (consume, (0, o_desc, lse.data, record, interval, scoring, sinks, shared, CFG)),
+            (consume, (1, o_desc, lse.data, record, interval, scoring, sinks, shared, CFG)),
+            (produce, (q_desc, k_desc, v_desc, lse, record, lengths, interval, shared, heads, group, tiles, together,
+                       all_heads, CFG)),
         ], [4, 1], [CFG.registers, CFG.producer_registers])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, o_desc, lse, record, notes, interval, scoring, sinks, shared, CFG)),
-            (consume, (1, o_desc, lse, record, notes, interval, scoring, sinks, shared, CFG)),
-            (consume, (2, o_desc, lse, record, notes, interval, scoring, sinks, shared, CFG)),
-            (produce, (q_desc, k_desc, v_desc, counter, lengths, interval, shared, heads, group, tiles, together, all_heads,
-                       CFG)),
+            (consume, (0, o_desc, lse.data, record, interval, scoring, sinks, shared, CFG)),
+            (consume, (1, o_desc, lse.data, record, interval, scoring, sinks, shared, CFG)),
+            (consume, (2, o_desc, lse.data, record, interval, scoring, sinks, shared, CFG)),
+            (produce, (q_desc, k_desc, v_desc, lse, record, lengths, interval, shared, heads, group, tiles, together,
+                       all_heads, CFG)),
         ], [4, 4, 1], [CFG.registers, CFG.registers, CFG.producer_registers])  # fmt: skip
     if gl.max(noted.load(ONE), 0) > 0:
         repair_noted(
-            q, k, v, o, lse, notes, lengths, interval, scoring, heads, group, tiles, together, all_heads, D, DV,
+            q, k, v, o, lse, record, lengths, interval, scoring, heads, group, tiles, together, all_heads, D, DV,
             q_desc.block_type.shape[RANK - 1], v_desc.block_type.shape[RANK - 1], GROUPS,
         )  # fmt: skip
 

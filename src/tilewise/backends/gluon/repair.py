@@ -13,6 +13,8 @@ from tilewise.backends.device.seqinfo import row_interval, rows_at, sequence
 from tilewise.backends.device.softmax import LOG2E
 from tilewise.backends.device.structs import Rows
 
+from .forward_producer import ROWS, row_tile
+
 ELEMENTS = gl.constexpr(2048)  # of a tile of keys or values here
 
 
@@ -56,3 +58,21 @@ def repair_row(
         acc += gl.sum(gl.where(keep_interval(key, lo, hi)[:, None], weighted, 0.0), 0)
     acc = gl.where(row_lse == -float("inf"), 0.0, acc)
     gl.store(rows_at(o, b, h, q_start + index) + v_column, acc.to(o.data.dtype.element_ty), mask=v_column < DV)
+
+
+@gluon.jit
+def repair_noted(
+    q, k, v, o, lse, record, lengths, interval, scoring, heads, group, tiles, together, all_heads, D, DV,
+    BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, GROUPS: gl.constexpr,
+):  # fmt: skip
+    """All rows that consumers of this program have noted."""
+    notes = (record + heads + 1).to(gl.pointer_type(gl.int32))
+    for note in range(tiles * all_heads * GROUPS):
+        if gl.load(notes + note) == gl.program_id(0):
+            i, b, h = row_tile(note // GROUPS, tiles, heads, together, all_heads)
+            _, q_len, _, _, _ = sequence(lengths, b)
+            first = (i * GROUPS + note % GROUPS) * ROWS
+            for index in range(first, gl.minimum(first + ROWS, q_len)):
+                repair_row(
+                    q, k, v, o, lse, lengths, interval, scoring, b, h, h // group, index, D, DV, BLOCK_D, BLOCK_DV
+                )

@@ -1,0 +1,66 @@
+"""The producer of the forward pass: one warp that finds out what is to do and starts the copies."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from tilewise.backends.device.portable import kv_tile_range, work_order
+from tilewise.backends.device.seqinfo import row_interval, sequence
+
+from .pipeline import draw, tma_start
+
+ROWS = gl.constexpr(64)  # of one consumer: those of one warpgroup's products
+
+# The words of a work item: first query row (-1: no more work), batch, head, what `sequence` tells, key tiles from FIRST to
+# LAST, and where the numbers of the row tile begin in `lse` and the notes of its consumers in `record`.
+ROW, B, H, Q_START, Q_LEN, K_LEN, SHIFT, FIRST, LAST, LSE, NOTE = (gl.constexpr(i) for i in range(11))
+WORDS = gl.constexpr(11)
+
+
+@gluon.jit
+def tile_range(interval, row, end, shift, k_len, BLOCK_N: gl.constexpr):
+    """The key tiles of rows [row, end): no bound ever decreases from row to row, so the first and the last say all."""
+    lo_min, hi_min = row_interval(interval, 0, row + shift, 0, row < end, k_len)
+    lo_max, hi_max = row_interval(interval, 0, gl.maximum(end - 1, row) + shift, 0, row < end, k_len)
+    return kv_tile_range(lo_min, lo_max, hi_min, hi_max, BLOCK_N)
+
+
+@gluon.jit
+def row_tile(place, tiles, heads, together, all_heads):
+    """(i, b, h) of a place in the work order: under a causal mask the last rows take longest, they go first."""
+    rank, head = work_order(place, tiles, all_heads, together)
+    return tiles - 1 - rank, head // heads, head % heads
+
+
+@gluon.jit
+def produce(
+    q_desc, k_desc, v_desc, lse, record, lengths, interval, shared, heads, group, tiles, together, all_heads, CFG: gl.constexpr
+):  # fmt: skip
+    """Find out what is to do, and start the copies: queries, then keys and values, the last tile first."""
+    GROUPS: gl.constexpr = CFG.groups
+    BLOCK_M: gl.constexpr = GROUPS * ROWS
+    BLOCK_N: gl.constexpr = CFG.block_n
+    counter = (record + heads).to(gl.pointer_type(gl.int32))
+    place = gl.program_id(0)
+    item = 0
+    at = 0
+    while place < tiles * all_heads:
+        i, b, h = row_tile(place, tiles, heads, together, all_heads)
+        q_start, q_len, k_start, k_len, shift = sequence(lengths, b)
+        row = i * BLOCK_M
+        if row < q_len:
+            span = tile_range(interval, row, gl.minimum(row + BLOCK_M, q_len), shift, k_len, BLOCK_N)
+            first = span.first
+            last = gl.maximum(span.last, first + 1)  # consumers count on one tile, be it masked
+            lse_start = b * lse.batch + h * lse.head + q_start + row
+            note = heads + 1 + place * GROUPS
+            shared.queue.put(item, (row, b, h, q_start, q_len, k_len, shift, first, last, lse_start, note))
+            for g in gl.static_range(GROUPS):
+                shared.queries.fill(item * GROUPS + g, q_desc, tma_start(q_desc, b, h, q_start, q_len, row + g * ROWS))
+            for n in range(last - first):
+                key = (last - 1 - n) * BLOCK_N
+                shared.keys.fill(at, k_desc, tma_start(k_desc, b, h // group, k_start, k_len, key))
+                shared.values.fill(at, v_desc, tma_start(v_desc, b, h // group, k_start, k_len, key))
+                at += 1
+            item += 1
+        place = draw(counter)
+    shared.queue.put(item, (-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0))
