@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from torch import Tensor
@@ -122,7 +122,7 @@ class BoundSpec:
     seqused_q: Tensor | None = None
     seqused_k: Tensor | None = None
 
-    @property
+    @cached_property
     def has_tensors(self) -> bool:
         return bool(self.spec.tensors) or any(mask.tensors for mask in self.masks)
 

@@ -1,7 +1,8 @@
 """Starting kernels: what Triton needs around a launch, and a way past its analysis of arguments that it has seen."""
 
-from collections.abc import Hashable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -38,9 +39,35 @@ class Launcher:
             if compiled is not None:  # the interpreter compiles nothing
                 self._compiled[key] = compiled
         else:
-            if compiled.metadata.global_scratch_size:
-                _provide_scratch()
-            compiled[(grid, 1, 1)](*args)
+            run(compiled, grid, args)
+        if (starts := getattr(_thread, "starts", None)) is not None:
+            starts.append((compiled, grid, args))
+
+
+def run(compiled: Any, grid: int, args: Sequence) -> None:
+    """Start a compiled kernel on the current stream of the current device."""
+    if compiled.metadata.global_scratch_size:
+        _provide_scratch()
+    driver, hooks = triton.runtime.driver.active, triton.knobs.runtime
+    stream = driver.get_current_stream(driver.get_current_device())
+    told = compiled.launch_metadata((grid, 1, 1), stream, *args)
+    compiled.run(
+        grid, 1, 1, stream, compiled.function, compiled.packed_metadata, told, hooks.launch_enter_hook,
+        hooks.launch_exit_hook, *args,
+    )  # fmt: skip
+
+
+_thread = threading.local()
+
+
+@contextmanager
+def started() -> Iterator[list[tuple[Any, int, tuple]]]:
+    """Within it, this thread's starts are kept in the list: (compiled kernel, programs, args)."""
+    before, _thread.starts = getattr(_thread, "starts", None), []
+    try:
+        yield _thread.starts
+    finally:
+        _thread.starts = before
 
 
 def layout_key(*tensors: Tensor | None) -> tuple:

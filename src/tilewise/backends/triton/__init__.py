@@ -7,6 +7,7 @@ from torch import Tensor
 from tilewise.backends.base import Grads, Needs
 from tilewise.backends.device.launch import on_device
 from tilewise.backends.device.lower import lower
+from tilewise.backends.device.replay import Replays, call_key
 from tilewise.backends.triton.backward import backward
 from tilewise.backends.triton.forward import forward
 from tilewise.spec import BoundSpec
@@ -23,12 +24,19 @@ def as_rows(x: Tensor) -> Tensor:
 class TritonBackend:
     """Forward and backward on any GPU that Triton reaches; every sum has one owner, so results repeat bit by bit."""
 
+    def __init__(self):
+        self._forwards, self._backwards = Replays(), Replays()
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, bound: BoundSpec, max_q: int, max_k: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = map(as_rows, (q, k, v))
+        def make() -> tuple[Tensor, Tensor, Tensor]:
+            x, y, z = map(as_rows, (q, k, v))
+            return forward(x, y, z, lower(x, y, bound, max_q, max_k))
+
         with on_device(q):
-            return forward(q, k, v, lower(q, k, bound, max_q, max_k))
+            o, lse, max_logit = self._forwards.call(call_key(bound, q, k, v), (q, k, v), make)
+        return o, lse, max_logit  # pyright: ignore[reportReturnType]  all three are there
 
     def backward(
         self,
@@ -44,8 +52,13 @@ class TritonBackend:
         max_k: int,
         needs: Needs,
     ) -> Grads:
-        q, k, v = map(as_rows, (q, k, v))
-        do = None if do is None else as_rows(do)
+        def make() -> Grads:
+            x, y, z = map(as_rows, (q, k, v))
+            upstream = None if do is None else as_rows(do)
+            return backward(upstream, dlse, x, y, z, o, lse, lower(x, y, bound, max_q, max_k), needs)
+
+        inputs = tuple(x for x in (q, k, v, o, lse, do, dlse) if x is not None)
+        key = call_key(bound, *inputs)
         with on_device(q):
-            grads = backward(do, dlse, q, k, v, o, lse, lower(q, k, bound, max_q, max_k), needs)
-        return grads.shaped_like(bound)
+            grads = self._backwards.call(key and (key, needs, do is None), inputs, make)
+        return Grads(*grads).shaped_like(bound)

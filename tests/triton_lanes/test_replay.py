@@ -1,0 +1,119 @@
+"""Calls made again: what a replay allocates, which addresses its kernels get, and which calls are never replayed."""
+
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from tilewise.backends.device import launch, replay
+from tilewise.spec import AttentionSpec, bind
+
+BOUND = bind(AttentionSpec().key, [], 0.5)
+
+
+class Pair(NamedTuple):
+    data: torch.Tensor
+    stride: int
+
+
+class _Kernel:
+    """Stands for a compiled kernel: keeps the arguments of every start."""
+
+    class metadata:
+        global_scratch_size = 0
+
+    def __init__(self):
+        self.seen = []
+
+    def __getitem__(self, grid):
+        def start(*args, **options):
+            self.seen.append(args)
+            return self
+
+        return start
+
+
+@pytest.fixture
+def kernel(monkeypatch):
+    kernel = _Kernel()
+    monkeypatch.setattr(launch, "_provide_scratch", lambda: None)
+    monkeypatch.setattr(replay, "run", lambda compiled, grid, args: compiled.seen.append(tuple(args)))
+    return kernel
+
+
+def _call(replays, kernel, x, y, fill=None, extra=None):
+    def make():
+        out = x.new_empty(x.shape)
+        if fill is not None:
+            out = torch.full(x.shape, fill)
+        if extra is not None:
+            extra(out)
+        launch.Launcher().start(kernel, "key", 3, (Pair(x, 7), Pair(y, 9), out, None, 5), {})
+        return out, None
+
+    return replays.call(replay.call_key(BOUND, x, y), (x, y), make)
+
+
+def test_a_replay_gives_kernels_the_new_tensors(kernel):
+    replays = replay.Replays()
+    x, y, other_x, other_y = (torch.randn(4, 6) for _ in range(4))
+    _call(replays, kernel, x, y)
+    out, nothing = _call(replays, kernel, other_x, other_y)
+    assert nothing is None
+    assert out.shape == x.shape and out.data_ptr() not in (other_x.data_ptr(), other_y.data_ptr())
+    assert kernel.seen[1] == ((other_x.data_ptr(), 7), (other_y.data_ptr(), 9), out.data_ptr(), None, 5)
+
+
+def test_a_replay_keeps_no_tensor_of_the_call_it_repeats(kernel):
+    replays = replay.Replays()
+    x, y = torch.randn(4, 6), torch.randn(4, 6)
+    _call(replays, kernel, x, y)
+    (kept,) = replays._known.values()
+    held = [kept._made, kept._starts, kept._outputs]
+    assert not any(isinstance(thing, torch.Tensor) for thing in _leaves(held))
+
+
+def _leaves(thing):
+    return [leaf for part in thing for leaf in _leaves(part)] if isinstance(thing, (list, tuple)) else [thing]
+
+
+def test_what_was_filled_is_filled_again(kernel):
+    replays = replay.Replays()
+    _call(replays, kernel, torch.randn(4, 6), torch.randn(4, 6), fill=2.5)
+    out, _ = _call(replays, kernel, torch.randn(4, 6), torch.randn(4, 6), fill=2.5)
+    assert (out == 2.5).all()
+
+
+def test_layouts_are_told_apart(kernel):
+    x = torch.randn(4, 6)
+    keys = {replay.call_key(BOUND, x, y) for y in (x.clone(), x.bfloat16(), torch.randn(6, 4).T, torch.randn(4, 8))}
+    assert len(keys) == 3  # dtypes are equal within a call
+    assert replay.call_key(BOUND, x, x) is None
+    assert replay.call_key(BOUND, torch.randn(25)[1:].view(4, 6), x) is None  # not aligned to 16 bytes
+
+
+def test_tensors_in_the_spec_are_never_replayed():
+    spec = AttentionSpec(tensors=("sinks",))
+    assert replay.call_key(bind(spec.key, [torch.zeros(2)], 0.5), torch.randn(4), torch.randn(4)) is None
+
+
+def test_a_call_that_does_more_than_allocate_is_made_anew(kernel):
+    replays = replay.Replays()
+    for _ in range(3):
+        x, y = torch.randn(4, 6), torch.randn(4, 6)
+        out, _ = _call(replays, kernel, x, y, extra=lambda out: out.zero_())
+        assert (out == 0).all()
+    assert list(replays._known.values()) == [None]
+    assert all(isinstance(args[2], torch.Tensor) for args in kernel.seen)
+
+
+def test_a_tensor_of_unknown_origin_is_never_replayed(kernel):
+    replays, stranger = replay.Replays(), torch.randn(4)
+    x = torch.randn(4)
+
+    def make():
+        launch.Launcher().start(kernel, "key", 1, (stranger,), {})
+        return [x]
+
+    replays.call(replay.call_key(BOUND, x), (x,), make)
+    assert list(replays._known.values()) == [None]
