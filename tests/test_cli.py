@@ -64,7 +64,7 @@ def test_debug_shows_the_traceback():
 
 def test_caps(tmp_path):
     output = run("caps", "--json", tmp_path / "caps.json")
-    assert "attention sinks with gradient" in output and "cpu runs here: yes" in output
+    assert "attention sinks" in output and "cpu runs here: yes" in output
     data = json.loads((tmp_path / "caps.json").read_text())
     assert data["command"] == "caps" and data["machine"]["torch"] == torch.__version__
     assert {"cpu", "cores", "numba", "python", "date"} <= data["machine"].keys()

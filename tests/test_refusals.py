@@ -225,3 +225,22 @@ def test_use_backend_is_scoped_and_never_falls_back(monkeypatch):
 def test_bhsd_refuses_a_wrong_rank(no_kernels):
     with pytest.raises(ValueError, match="4 dims"):
         attention(Q[0], K, V, layout="bhsd")
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "words"),
+    [
+        (((1, 8, 2, 20), (1, 8, 2, 20)), {}, "20, 20 are not multiples of 8"),
+        (((1, 8, 2, 64), (1, 0, 2, 64)), {}, "no rows or no keys"),
+        (((2, 8, 2, 64), (2, 8, 2, 64)), {"mask": Prefix(_ints(3, 4))}, "a prefix of its own"),
+        (((1, 8, 2, 64), (1, 8, 2, 64)), {"mask": Chunk(4) & Chunk(6)}, "several sizes"),
+        (((1, 8, 2, 512), (1, 8, 2, 512)), {}, "exceed 256"),
+        (((1, 8, 2, 64), (1, 8, 2, 64)), {"dropout_p": 0.1}, "no dropout"),
+    ],
+)
+def test_the_hopper_backend_says_what_it_lacks(monkeypatch, shapes, options, words):
+    row = dataclasses.replace(dispatch.capabilities("gluon"), device="cpu", requires=lambda: None)
+    monkeypatch.setattr(dispatch, "BACKENDS", (row,))
+    q, k = (_t(*shape, dtype=torch.bfloat16) for shape in shapes)
+    with pytest.raises(NoBackendError, match=words):
+        attention(q, k, k, **options)
