@@ -86,7 +86,7 @@ def add_test(report: dict[str, Any], name: str, outcome: str, text: str) -> None
 
 
 def group_of(name: str) -> str:
-    """Tests of one group run in one process: those of one problem, which share kernels, and those that fill the GPU's memory."""
+    """Tests of one group run in one process: those of one problem share kernels, those of large sizes the memory."""
     path, _, test = name.partition("::")
     if path.endswith("test_sizes.py"):
         return path
