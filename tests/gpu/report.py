@@ -16,14 +16,12 @@ import re
 import sys
 import time
 from collections import Counter
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # many processes share the processor; read when torch starts
 
 import pytest
-import torch
 from xdist.scheduler import LoadScopeScheduling
 
 from tilewise.cli import output
@@ -63,8 +61,7 @@ def read(path: Path, source: str) -> dict[str, Any]:
 
 
 def write(path: Path, report: dict[str, Any]) -> None:
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    machine = output.machine() | {"gpu": gpu, "triton": version("triton") if output.installed("triton") else None}
+    machine = output.machine() | {"triton": output.installed("triton")}
     skipped = sum(len(names) for names in report["skips"].values())
     outcomes = {"passed": len(report["passed"]), "failed": len(report["failures"]), "skipped": skipped}
     path.parent.mkdir(parents=True, exist_ok=True)
