@@ -53,7 +53,7 @@ def _tf32_allowed() -> bool:
     """PyTorch's own setting, by whichever of its names it was made. Reading the old name fails after setting the new one."""
     matmul = torch.backends.cuda.matmul
     chosen = getattr(matmul, "fp32_precision", None)  # from PyTorch 2.9 on
-    return matmul.allow_tf32 if chosen is None else chosen == "tf32"
+    return bool(matmul.allow_tf32) if chosen is None else chosen == "tf32"
 
 
 @lru_cache(maxsize=16)
