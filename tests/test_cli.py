@@ -247,7 +247,17 @@ def test_memory_growth():
     assert "tilewise" not in memory._slopes(points)
 
 
+def test_memory_of_the_paper(capsys):
+    points = [{"N": n, "measured": {"tilewise": {"in_all": 135_000_000 * n // 1024}}} for n in (1024, 1500, 65536)]
+    memory._show_paper(points)
+    assert [p.get("paper_mb") for p in points] == [209, None, 13376]
+    assert capsys.readouterr().out.count("65%") == 2
+
+
 def test_memory_errors():
+    assert "cpu or cuda" in error("memory", "--device", "tpu")
+    if not torch.cuda.is_available():
+        assert "no GPU" in error("memory", "--device", "cuda")
     assert "--lengths must be integers" in error("memory", "--lengths", "1k")
     assert "--lengths must be >= 1" in error("memory", "--lengths", "0")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tilewise.cli import gpu
+from tilewise.cli import gpu, gpu_features
 from tilewise.cli.main import app
 from tilewise.cli.problems import Shape
 
@@ -53,7 +53,37 @@ def test_without_a_gpu_it_says_so():
     assert found.exit_code != 0 and "no GPU" in found.output
 
 
-@pytest.mark.parametrize("arguments", [["--device", "tpu"], ["--peer", "flash"]])
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """The table of features, tiny and on the CPU; every timing is a second."""
+    for name, value in {"DEVICE": "cpu", "CHECKED": 32, "LENGTHS": (64,), "WINDOWED": 64, "WINDOW": 8, "D": 16}.items():
+        monkeypatch.setattr(gpu_features, name, value)
+    monkeypatch.setattr(gpu_features, "burst", lambda function: [function(), 1.0][1])
+
+
+def test_features_are_checked_and_compared_with_the_plain_kernel(on_cpu):
+    parts = []
+    data = gpu_features.bench([torch.float32], 2, parts.append)
+    assert data["refused"] == [] and parts[-1] is data
+    rows = {(row["feature"], row["S"] and row["over"]): row for row in data["results"]}
+    assert len(data["results"]) == len(gpu_features.FEATURES) + len(gpu_features.WINDOWS)
+    plain, packed, documents = (rows[name, "causal"] for name in ("causal", "packed (varlen)", "documents"))
+    assert plain["flops_share"] == plain["forward"]["times_per_flop"] == 1
+    assert packed["flops"] == documents["flops"] < plain["flops"]
+    assert packed["backward"]["times"] == 1 < packed["backward"]["times_per_flop"]
+
+
+def test_wrong_features_are_refused(on_cpu, monkeypatch):
+    right = gpu_features.tilewise.attention
+    monkeypatch.setattr(gpu_features.testing, "attention", lambda q, *rest, **options: right(q * 1.1, *rest, **options))
+    refused = []
+    assert not gpu_features._is_right(gpu_features.FEATURES[0], torch.float32, refused)
+    assert refused[0].startswith("causal fp32: o ")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--device", "tpu"], ["--peer", "flash"], ["--features"], ["--backend", "triton"]]
+)
 def test_arguments_are_checked(arguments):
     found = CliRunner().invoke(app, ["bench", *arguments])
     assert found.exit_code != 0

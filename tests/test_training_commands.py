@@ -12,8 +12,10 @@ from runs import TINY
 from typer.testing import CliRunner
 
 from tilewise.cli.main import app
-from tilewise.training import RunFolder
+from tilewise.training import GPT, RunFolder, TrainConfig
+from tilewise.training.attention import MAKE_ATTEND
 from tilewise.training.compare import Comparison, Variant, in_words
+from tilewise.training.config import PRESETS
 from tilewise.training.progress import TrainingProgress
 from tilewise.training.session import load_model, start
 from tilewise.training.tokenizer import BpeTokenizer
@@ -128,6 +130,48 @@ def test_damaged_checkpoints_are_recognised(texts, tmp_path):
     invoke("train", *SMALL, "--data", texts, "--out", run)
     (run / "checkpoints" / "step-000004.pt").write_bytes(b"damaged")
     assert "is not a readable checkpoint" in invoke("sample", run, code=2)
+
+
+def test_presets_give_way_to_options(texts, tmp_path):
+    run = tmp_path / "run"
+    invoke("train", "--preset", "gpt2-small", "--tokenizer", "byte", *SMALL, "--data", texts, "--out", run)
+    config = RunFolder.open(run).config
+    assert (config.positions, config.vocab_size, config.lr, config.width) == ("learned", 50257, 6e-4, 32)
+    assert "must be small or gpt2-small" in invoke("train", "--preset", "large", code=2)
+
+
+def test_gpt2_small_is_gpt2_small():
+    with torch.device("meta"):
+        model = GPT(TrainConfig(**PRESETS["gpt2-small"]), 50257)
+    assert round(model.parameter_count() / 1e6) == 124
+
+
+@pytest.fixture
+def tiny_preset(monkeypatch):
+    sizes = {"layers": 1, "heads": 2, "width": 32, "threads": 1, "eval_rows": 2, "warmup": 2, "lr": 3e-3}
+    monkeypatch.setitem(PRESETS, "small", sizes)
+
+
+def test_compare_attentions_over_seeds(texts, tmp_path, tiny_preset):
+    size = ("--context", 32, "--batch", 2, "--steps", 5, "--data", texts, "--seeds", 2)
+    results, plot = tmp_path / "c.json", tmp_path / "c.png"
+    text = invoke("compare", *size, "--json", results, "--plot", plot)
+    found = json.loads(results.read_text())
+    assert [(run["attention"], run["seed"]) for run in found["runs"]] == [
+        ("standard", 0), ("tilewise", 0), ("standard", 1), ("tilewise", 1)
+    ]  # fmt: skip
+    assert max(found["differences"]["tilewise"]) < 1e-5 < max(found["spread"])
+    assert "no more than seeds do" in text and plot.exists()
+    assert "two or more of" in invoke("compare", "--attention", "tilewise", code=2)
+
+
+def test_compare_sees_another_attention(texts, tiny_preset, monkeypatch):
+    def blind(documents, dropout_p=0.0):
+        return lambda q, k, v: 10 * v
+
+    monkeypatch.setitem(MAKE_ATTEND, "tilewise", blind)
+    size = ("--context", 32, "--batch", 2, "--steps", 20, "--data", texts, "--seeds", 2)
+    assert "MORE than seeds do" in invoke("compare", *size, code=1)
 
 
 def test_demo(tmp_path):

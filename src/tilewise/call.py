@@ -101,7 +101,7 @@ def _describe(
         raise TypeError(f"generator must be a torch.Generator or None, got {describe(generator)}")
     if p:
         # On the GPU without one: the default generator there, whose draws CUDA graphs repeat with fresh numbers.
-        device = generator.device if generator is not None else "cuda" if q.is_cuda else "cpu"
+        device = generator.device if generator is not None else q.device if q.is_cuda else "cpu"
         named["seed"] = torch.randint(0, 2**63 - 1, (1,), generator=generator, dtype=torch.int64, device=device)
     present = tuple(name for name in TENSORS if named.get(name) is not None)
     terms, mask_tensors = _terms(masks)

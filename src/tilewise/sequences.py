@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,13 +49,19 @@ def sequences(
 ) -> Sequences:
     """The sequences of a call whose q and k have these shapes, (B, S, H, D) or packed (total, H, D)."""
     if not bound.spec.varlen:
-        return _dense_sequences(q_shape[0], q_shape[1], k_shape[1], bound.spec.align, device)
+        return _made_on(device, _dense_sequences)(q_shape[0], q_shape[1], k_shape[1], bound.spec.align, device)
     assert bound.cu_seqlens_q is not None and bound.cu_seqlens_k is not None
     cu_q, cu_k = bound.cu_seqlens_q.long(), bound.cu_seqlens_k.long()
     q_len = cu_q.diff() if bound.seqused_q is None else bound.seqused_q.long()
     k_len = cu_k.diff() if bound.seqused_k is None else bound.seqused_k.long()
     shift = k_len - q_len if bound.spec.align == "bottom_right" else torch.zeros_like(q_len)
     return Sequences(cu_q[:-1], q_len, cu_k[:-1], k_len, shift, max_q, max_k, True)
+
+
+def _made_on(device: torch.device | str, remembering: Any) -> Callable[..., Any]:
+    """The function itself on a GPU: what it made once may be read by another stream before it is there, and made while a
+    CUDA graph was captured it holds nothing until the graph is replayed."""
+    return remembering if torch.device(device).type == "cpu" else remembering.__wrapped__
 
 
 @lru_cache(maxsize=256)
@@ -78,7 +84,8 @@ def row_bounds(bound: BoundSpec, seqs: Sequences, total_q: int) -> RowBounds:
         nothing = torch.zeros(total_q, dtype=torch.int32, device=seqs.q_len.device)
         return RowBounds(nothing, nothing, 0)
     if not seqs.varlen and not any(mask.per_batch for mask in masks) and not any(mask.tensors for mask in masks):
-        return _shared_bounds(tuple(masks), seqs.max_q, seqs.max_k, bound.spec.align, seqs.q_len.device)
+        device = seqs.q_len.device
+        return _made_on(device, _shared_bounds)(tuple(masks), seqs.max_q, seqs.max_k, bound.spec.align, device)
     rows, k_len, stride = _all_rows(seqs, total_q, any(mask.per_batch for mask in masks))
     lo, hi = _intersect(masks, rows, k_len)
     return RowBounds(lo, hi, stride)

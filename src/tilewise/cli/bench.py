@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,7 +14,7 @@ import typer
 from rich.progress import Progress, TaskID
 
 import tilewise
-from tilewise.cli import gpu, measure
+from tilewise.cli import gpu, gpu_features, measure
 from tilewise.cli.output import (
     FAILED,
     JsonFile,
@@ -83,6 +84,13 @@ def bench(
         list[str] | None,
         typer.Option("--peer", help=f"On a GPU, of {', '.join(gpu.PEERS)}. Repeatable.", show_default="all"),
     ] = None,
+    features: Annotated[
+        bool, typer.Option("--features", help="On a GPU: what each feature costs over the plain causal kernel.")
+    ] = False,
+    backend: Annotated[
+        str | None,
+        typer.Option(help="On a GPU: run this backend (see tilewise caps).", show_default="dispatch's choice"),
+    ] = None,
     json: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
@@ -93,15 +101,23 @@ def bench(
     problems take a quarter of an hour, most of it SDPA's bf16 backward at 8192 tokens.
 
     With `--device cuda`: TFLOP/s on a grid of 36 problems in bf16, next to FlashAttention-2 and cuDNN (both through SDPA),
-    FlexAttention and plain eager attention, in bursts after a rest.
+    FlexAttention and plain eager attention, in bursts after a rest. With `--features` as well: the time of dropout, softcap,
+    ALiBi, bias, documents, packed sequences, windows and others over that of the plain causal kernel (16 heads of 128), also
+    per FLOP that their masks leave.
 
     Example: `tilewise bench --shape 1x8x1024x64:causal --dtype fp32 --rounds 5`
     """
     if device == "cuda":
-        _bench_gpu(shape, dtype, peer, rounds, json, plot)
+        if not torch.cuda.is_available():
+            fail("PyTorch finds no GPU here; run without --device cuda for the CPU")
+        with tilewise.use_backend(backend) if backend else nullcontext():
+            run = _bench_features if features else _bench_gpu
+            run(shape, dtype, peer, rounds, json, plot)
         return
-    if device != "cpu" or peer:
-        raise ValueError(f"device must be cpu or cuda, and peers are for cuda only; got {device!r} and {peer or []}")
+    if device != "cpu" or peer or features or backend:
+        raise ValueError(
+            f"device must be cpu or cuda, and --peer, --features and --backend are for cuda only; got device {device!r}"
+        )
     dtypes = [dtype_of(name) for name in dtype or ("fp32", "bf16")]
     shapes = [Shape.parse(text) for text in shape] if shape else [LONG] if two_threads else [*PROBLEMS, LONG]
     cases = [(s, d) for d in dtypes for s in shapes]
@@ -129,9 +145,17 @@ def bench(
         fail(f"{len(refused)} of {len(refused) + len(cases)} problems were refused: their results are wrong", FAILED)
 
 
+def _bench_features(shape, dtype, peer, rounds, json, plot) -> None:
+    if shape or peer or plot is not None:
+        raise ValueError("--features has problems of its own and no plot: leave out --shape, --peer and --plot")
+    dtypes = [dtype_of(name) for name in dtype or ("bf16",)]
+    data = gpu_features.bench(dtypes, rounds, lambda part: write_json(json, "bench", part, say=False))
+    write_json(json, "bench", data)
+    if data["refused"]:
+        fail(f"{len(data['refused'])} features were refused: their results are wrong", FAILED)
+
+
 def _bench_gpu(shape, dtype, peer, rounds, json, plot) -> None:
-    if not torch.cuda.is_available():
-        fail("PyTorch finds no GPU here; run without --device cuda for the CPU")
     peers = list(peer or gpu.PEERS)
     if unknown := set(peers) - gpu.PEERS.keys():
         raise ValueError(f"peers are {', '.join(gpu.PEERS)}; got {', '.join(sorted(unknown))}")

@@ -157,14 +157,14 @@ def _measure(
         seconds: dict[str, list[float]] = {who: [] for who in contestants}
         for i in range(rounds):
             for who in list(contestants)[:: 1 if i % 2 == 0 else -1]:
-                seconds[who].append(_burst(contestants[who][name]))
+                seconds[who].append(burst(contestants[who][name]))
         rates = {who: share * flops / statistics.median(times) / 1e12 for who, times in seconds.items()}
         head = {"shape": str(shape), "dtype": short(dtype), "pass": name, "flops": share * flops}
         found.append(head | {"tflops": rates, "seconds": seconds, "missing": missing})
     return found
 
 
-def _burst(function: Callable[[], Any]) -> float:
+def burst(function: Callable[[], Any]) -> float:
     """Seconds of one call on the GPU: the mean over a burst after a rest."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     function()

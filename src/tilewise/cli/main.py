@@ -21,6 +21,7 @@ COMMANDS = {
     "memory": "Memory against sequence length, tilewise and standard attention.",
     "train": "Train a small language model on a text of yours.",
     "sample": "Write text with a trained model.",
+    "compare": "One model with several attentions and seeds: do they learn the same?",
     "demo": "One small model with standard attention and with tilewise: loss, memory, time.",
 }
 

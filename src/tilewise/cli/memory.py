@@ -14,6 +14,7 @@ import typer
 from rich.progress import track
 
 from tilewise import cost
+from tilewise.cli import memory_point
 from tilewise.cli.explain import integers
 from tilewise.cli.output import (
     FAILED,
@@ -35,6 +36,9 @@ from tilewise.spec import AttentionSpec, MaskTerm
 SHARE = 0.6  # of the memory that is free: a measured point may not push other programs out
 WHO = ("tilewise", "standard")
 LENGTHS = ",".join(str(1024 << i) for i in range(11))
+#: MB in all of a training step of FlashAttention in its paper (Dao et al. 2022, appendix): 16 sequences, 8 heads of 64.
+PAPER_PROBLEM = (16, 8, 64)
+PAPER = {1024 << i: 209 << i for i in range(7)}
 
 
 def memory(
@@ -46,7 +50,11 @@ def memory(
     dim: Annotated[int, typer.Option("--dim", "-D", min=1, help="Head dim.")] = 64,
     dtype: Annotated[str, typer.Option(help="fp32, fp64, bf16 or fp16.")] = "fp32",
     causal: Annotated[bool, typer.Option("--causal/--full", help="Causal or full attention.")] = True,
-    measure_up_to: Annotated[int, typer.Option(help="The longest sequence that is also measured; 0 for none.")] = 8192,
+    measure_up_to: Annotated[
+        int | None,
+        typer.Option(help="The longest that is also measured; 0 for none.", show_default="8192; on a GPU all"),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda: where to measure.")] = "cpu",
     gib: Annotated[float | None, typer.Option(help="Memory to fill, in GiB.", show_default="this machine's")] = None,
     json: JsonFile = None,
     plot: PlotFile = None,
@@ -54,22 +62,29 @@ def memory(
     """Show bytes saved for backward, and the peak of a training step, of tilewise and of standard attention.
 
     Standard attention keeps S and P, N x N each, in memory. The peak counts what comes on top of inputs, outputs and
-    gradients. Lengths that fit are also measured, each in a process of its own.
+    gradients. Lengths that fit are also measured: on the CPU each in a process of its own, on a GPU by what PyTorch's
+    allocator handed out. For the problem of the FlashAttention paper (`-B 16 -H 8 -D 64 --dtype fp16`) its figures stand
+    beside ours.
 
     Example: `tilewise memory --lengths 1024,2048,4096 --heads 8`
     """
+    _check_device(device)
+    limit = measure_up_to if measure_up_to is not None else 8192 if device == "cpu" else sys.maxsize
     ns = sorted(integers(lengths, "--lengths"))
     if not ns or ns[0] < 1:
         raise ValueError(f"--lengths must be >= 1, got {lengths!r}")
-    problems = {n: _problem(batch, heads, n, dim, dtype_of(dtype), causal) for n in ns}
+    problems = {n: _problem(batch, heads, n, dim, dtype_of(dtype), causal, device) for n in ns}
     points = [_model(n, problems[n]) for n in ns]
-    jobs = [(point, who) for point in points for who in WHO if point["N"] <= measure_up_to and _fits(point, who)]
+    jobs = [(point, who) for point in points for who in WHO if point["N"] <= limit and _fits(point, who, device)]
     shared = {"B": batch, "H": heads, "D": dim, "dtype": dtype, "causal": causal, "threads": torch.get_num_threads()}
+    shared["device"] = device
     for point, who in track(jobs, "measuring", console=stderr, transient=True, disable=not stderr.is_terminal):
         point["measured"][who] = _measure({**shared, "who": who, "N": point["N"]})
-    total = memory_bytes() if gib is None else round(gib * 2**30)
+    total = _memory_of(device) if gib is None else round(gib * 2**30)
     limits = {who: cost.out_of_memory_point(problems[ns[0]], total, who == "standard") for who in WHO}
     _show(points, limits, total)
+    if (batch, heads, dim) == PAPER_PROBLEM and dtype_of(dtype).itemsize == 2:
+        _show_paper(points)
     slopes = _slopes(points)
     for line in slopes.values():
         console.print(line)
@@ -79,9 +94,20 @@ def memory(
     write_json(json, "memory", data)
 
 
-def _problem(B: int, H: int, n: int, D: int, dtype: torch.dtype, causal: bool) -> Problem:
+def _check_device(device: str) -> None:
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu or cuda, got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        fail("PyTorch finds no GPU here; run without --device cuda for the CPU")
+
+
+def _memory_of(device: str) -> int:
+    return memory_bytes() if device == "cpu" else torch.cuda.mem_get_info()[1]
+
+
+def _problem(B: int, H: int, n: int, D: int, dtype: torch.dtype, causal: bool, device: str) -> Problem:
     spec = AttentionSpec((MaskTerm("causal", (None,), 0),) if causal else ())
-    return Problem(spec, B, H, H, n, n, D, D, dtype, "cpu", B * n, B * n)
+    return Problem(spec, B, H, H, n, n, D, D, dtype, device, B * n, B * n)
 
 
 def _model(n: int, problem: Problem) -> dict[str, Any]:
@@ -90,11 +116,13 @@ def _model(n: int, problem: Problem) -> dict[str, Any]:
     return {"N": n, "tensors": 2 * cost.tensor_bytes(problem), "computed": computed, "measured": {}}
 
 
-def _fits(point: dict[str, Any], who: str) -> bool:
-    return point["tensors"] + point["computed"][who]["peak"] < SHARE * _available_bytes()
+def _fits(point: dict[str, Any], who: str, device: str) -> bool:
+    return point["tensors"] + point["computed"][who]["peak"] < SHARE * _available_bytes(device)
 
 
-def _available_bytes() -> int:
+def _available_bytes(device: str) -> int:
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()
     info = Path("/proc/meminfo")
     if info.exists():
         line = next(line for line in info.read_text().splitlines() if line.startswith("MemAvailable"))
@@ -103,6 +131,8 @@ def _available_bytes() -> int:
 
 
 def _measure(point: dict[str, Any]) -> dict[str, int]:
+    if point["device"] == "cuda":
+        return memory_point.measure(**point)
     command = [sys.executable, "-m", "tilewise.cli.memory_point", json_module.dumps(point)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -127,6 +157,22 @@ def _show(points: Sequence[dict[str, Any]], limits: dict[str, int], total: int) 
     console.print(
         f"A training step fits in {human(total, 'B')} up to N = {limits['standard']:,} with standard attention, "
         f"N = {limits['tilewise']:,} with tilewise."
+    )
+
+
+def _show_paper(points: Sequence[dict[str, Any]]) -> None:
+    """Memory of a training step in all, next to the paper's table."""
+    rows = []
+    for point in points:
+        if point["N"] in PAPER:
+            point["paper_mb"] = PAPER[point["N"]]
+            ours = point["measured"].get("tilewise")
+            share = f"{ours['in_all'] / 1e4 / PAPER[point['N']]:.0f}%" if ours else "-"
+            rows.append(
+                (f"{point['N']:,}", f"{PAPER[point['N']]:,} MB", human(ours["in_all"], "B") if ours else "-", share)
+            )
+    console.print(
+        table("A training step in all, measured", ["N", "FlashAttention's paper", "tilewise", "share"], rows, left=0)
     )
 
 

@@ -1,6 +1,7 @@
-"""One measured point of `tilewise memory`: a training step in a process of its own, `python -m tilewise.cli.memory_point`.
+"""One measured point of `tilewise memory`: a training step, on a CPU in a process of its own (`python -m
+tilewise.cli.memory_point`), because the peak of a process never falls and freed memory of one point would serve the next.
 
-A fresh process, because the peak of a process never falls and freed memory of one point would serve the next.
+On a GPU PyTorch's allocator counts what it hands out, exactly: there all points share the command's process.
 """
 
 from __future__ import annotations
@@ -24,25 +25,27 @@ def standard_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     """Attention as its formula reads, S and P in memory (FlashAttention, algorithm 0)."""
     S = (q * q.shape[-1] ** -0.5).transpose(1, 2) @ k.permute(0, 2, 3, 1)
     if causal:
-        S.masked_fill_(torch.ones(S.shape[-2:], dtype=torch.bool).triu_(1), -torch.inf)
+        S.masked_fill_(torch.ones(S.shape[-2:], dtype=torch.bool, device=S.device).triu_(1), -torch.inf)
     return (S.softmax(-1) @ v.transpose(1, 2)).transpose(1, 2)
 
 
-def measure(who: str, B: int, H: int, N: int, D: int, dtype: str, causal: bool, threads: int) -> dict[str, int]:
-    """Bytes saved for backward, and the peak above inputs, outputs and gradients, of one training step."""
+def measure(
+    who: str, B: int, H: int, N: int, D: int, dtype: str, causal: bool, threads: int, device: str = "cpu"
+) -> dict[str, int]:
+    """Bytes of one training step: saved for backward, the peak above inputs, outputs and gradients, and with these in all."""
     torch.set_num_threads(threads)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return standard_attention(q, k, v, causal) if who == "standard" else tilewise.attention(q, k, v, causal=causal)
 
     def inputs(n: int) -> list[Tensor]:
-        drawn = [torch.randn(B, n, H, D).to(dtype_of(dtype)) for _ in range(4)]
+        drawn = [torch.randn(B, n, H, D, dtype=dtype_of(dtype), device=device) for _ in range(4)]
         return [t.requires_grad_() for t in drawn[:3]] + drawn[3:]
 
     *leaves, do = inputs(64)  # compile, start threads, fill caches
     torch.autograd.grad(attend(*leaves), leaves, do)
     *leaves, do = inputs(N)
-    base = _reset_peak()
+    base = _reset_peak(device)
     saved: dict[int, int] = {}
 
     def keep(t: Tensor) -> Tensor:
@@ -52,19 +55,25 @@ def measure(who: str, B: int, H: int, N: int, D: int, dtype: str, causal: bool, 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
         o = attend(*leaves)
     gradients = torch.autograd.grad(o, leaves, do)
-    known = sum(t.numel() * t.element_size() for t in (o, *gradients))
-    return {"saved": sum(saved.values()), "peak": max(_peak() - base - known, 0)}
+    given, made = (sum(t.numel() * t.element_size() for t in some) for some in ((*leaves, do), (o, *gradients)))
+    peak = max(_peak(device) - base - made, 0)
+    return {"saved": sum(saved.values()), "peak": peak, "in_all": given + made + peak}
 
 
-def _reset_peak() -> int:
-    """Bytes resident now; the peak counts from here where the system can reset it (Linux)."""
+def _reset_peak(device: str) -> int:
+    """Bytes in use now; the peak counts from here where the system can reset it (GPUs, Linux)."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
     if _CLEAR.exists():
         _CLEAR.write_text("5")
         return _status("VmRSS")
-    return _peak()
+    return _peak(device)
 
 
-def _peak() -> int:
+def _peak(device: str) -> int:
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
     if _STATUS.exists():
         return _status("VmHWM")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

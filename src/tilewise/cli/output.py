@@ -62,9 +62,10 @@ def write_json(path: Path | None, command: str, data: dict[str, Any], say: bool 
 
 
 def machine() -> dict[str, Any]:
-    """What results depend on: processor, threads, versions, date."""
+    """What results depend on: processors, threads, versions, date."""
     return {
         "cpu": cpu_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "memory_bytes": memory_bytes(),

@@ -10,7 +10,7 @@ import typer
 
 from tilewise.cli.output import JsonFile, console, stderr, write_json
 from tilewise.training import TrainConfig, UsageError, run_training
-from tilewise.training.config import ATTENTIONS, DEVICES, DTYPES, POSITIONS, TOKENIZERS
+from tilewise.training.config import ATTENTIONS, DEVICES, DTYPES, POSITIONS, PRESETS, TOKENIZERS
 from tilewise.training.errors import MissingPackageError
 from tilewise.training.loop import Outcome
 from tilewise.training.plots import plot_losses
@@ -30,6 +30,9 @@ def _one_of(choices: tuple[str, ...]) -> str:
 
 
 MODEL, DATA, TRAINING, RUN = "Model", "Data", "Training", "Run"
+PresetName = Annotated[
+    str, _option(MODEL, f"Settings to start from: {_one_of(tuple(PRESETS))}; the other options change them.")
+]
 Layers = Annotated[int, _option(MODEL, "Transformer blocks.")]
 Heads = Annotated[int, _option(MODEL, "Attention heads; each has width / heads dims.")]
 KvHeads = Annotated[int | None, _option(MODEL, "Key/value heads; fewer than heads is grouped-query attention (GQA).")]
@@ -80,6 +83,7 @@ Resume = Annotated[
 
 def train(
     ctx: typer.Context,
+    preset: PresetName = "small",
     layers: Layers = DEFAULT.layers,
     heads: Heads = DEFAULT.heads,
     kv_heads: KvHeads = DEFAULT.kv_heads,
@@ -111,14 +115,13 @@ def train(
 ) -> None:
     """Train a small GPT on text; Ctrl-C saves a checkpoint, --resume goes on from it bitwise.
 
-    Example: `tilewise train --context 1024 --steps 300 --out runs/mine`, then `tilewise sample runs/mine`
+    Example: `tilewise train --context 1024 --steps 300 --out runs/mine`, then `tilewise sample runs/mine`; on a GPU
+    `tilewise train --preset gpt2-small --device cuda`
     """
-    given = [name for name in ctx.params if _was_given(ctx, name)]
     if resume is not None:
-        session = _resume(resume, given, steps)
+        session = _resume(resume, _given(ctx), steps)
     else:
-        values = {name: value for name, value in ctx.params.items() if name not in ("out", "resume", "json", "data")}
-        config = TrainConfig(**values, data=tuple(map(str, data or ())))
+        config = configured(ctx, preset, data, leave_out=("out", "resume"))
         session = start(config, out or Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}", stderr.status)
     outcome, tokens_per_second = _run(session)
     folder = session.folder.path
@@ -140,6 +143,18 @@ def train(
         console.print(f"stopped after step {outcome.steps}; go on with: tilewise train --resume {folder}")
         raise typer.Exit(INTERRUPTED)
     console.print(f"trained; write text with: tilewise sample {folder}")
+
+
+def configured(ctx: typer.Context, preset: str, data: list[Path] | None, leave_out: tuple[str, ...]) -> TrainConfig:
+    """The preset, changed by the options that were given; `leave_out` names those that are no settings."""
+    if preset not in PRESETS:
+        raise UsageError(f"--preset must be {_one_of(tuple(PRESETS))}, got {preset!r}")
+    given = {name: ctx.params[name] for name in _given(ctx) if name not in ("preset", "data", "json", *leave_out)}
+    return TrainConfig(**PRESETS[preset] | given, data=tuple(map(str, data or ())))
+
+
+def _given(ctx: typer.Context) -> list[str]:
+    return [name for name in ctx.params if _was_given(ctx, name)]
 
 
 def _was_given(ctx: typer.Context, name: str) -> bool:

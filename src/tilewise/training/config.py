@@ -13,6 +13,15 @@ POSITIONS = ("rotary", "learned")
 TOKENIZERS = ("byte", "bpe")
 DTYPES = ("fp32", "bf16")
 DEVICES = ("cpu", "cuda")
+#: Settings to start from, by name; what is given beside them counts.
+PRESETS: dict[str, dict[str, Any]] = {
+    "small": {},
+    # 124 million parameters, like GPT-2's smallest (Radford et al. 2019): bf16 on a GPU.
+    "gpt2-small": {
+        "layers": 12, "heads": 12, "width": 768, "positions": "learned", "tokenizer": "bpe", "vocab_size": 50257,
+        "context": 1024, "batch": 8, "lr": 6e-4, "dtype": "bf16",
+    },
+}  # fmt: skip
 SMALLEST_BPE = 257  # the 256 bytes and the end-of-text token
 
 _CHOICES = {

@@ -7,6 +7,7 @@ where the next token belongs to another one.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import sysconfig
 from collections.abc import Iterator
@@ -107,6 +108,12 @@ class TokenStream:
         self.starts = np.concatenate([[0], lengths.cumsum()[:-1]])
         self.end, self.context, self.seed = end, context, seed
         self._order: tuple[int, np.ndarray] | None = None
+
+    def with_seed(self, seed: int) -> TokenStream:
+        """The same tokens in the order of another seed."""
+        other = copy.copy(self)
+        other.seed, other._order = seed, None
+        return other
 
     @property
     def rows(self) -> int:

@@ -69,11 +69,15 @@ class Lowered:
         return row_bounds(self.bound, self.sequences, self.q_shape[0])
 
     @cached_property
+    def closed(self) -> Interval | None:
+        """The interval masks in closed formulas, where each kind occurs in a form that kernels know."""
+        return _closed_formulas(self.bound.interval_masks)
+
+    @cached_property
     def interval(self) -> Interval:
-        """Closed formulas where each kind of mask occurs in a form that kernels know, else bounds of every row."""
-        closed = _closed_formulas(self.bound.interval_masks)
-        if closed is not None:
-            return closed
+        """Closed formulas, else bounds of every row."""
+        if self.closed is not None:
+            return self.closed
         return Interval(low=self.row_bounds.lo, high=self.row_bounds.hi, batch=self.row_bounds.stride)
 
     @property
@@ -85,8 +89,11 @@ class Lowered:
 def lower(q: Tensor, k: Tensor, bound: BoundSpec, max_q: int, max_k: int) -> Lowered:
     """The structs of one call; `q` and `k` give shapes and device."""
     # A bound spec without tensors is the same object in every call of a training loop (`spec.bind`): so are its structs.
-    make = _lower if bound.has_tensors else _lower_bare
-    return make(bound, q.shape, k.shape, q.device, max_q, max_k)
+    if not bound.has_tensors:
+        remembered = _lower_bare(bound, q.shape, k.shape, q.device, max_q, max_k)
+        if remembered.closed is not None:  # else bounds in memory, which belong to one call (`sequences._made_on`)
+            return remembered
+    return _lower(bound, q.shape, k.shape, q.device, max_q, max_k)
 
 
 def _lower(

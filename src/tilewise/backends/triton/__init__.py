@@ -18,7 +18,11 @@ FAR = 2**23  # elements between rows from which 256 of them no longer fit in the
 def as_rows(x: Tensor) -> Tensor:
     """`x` as kernels read it, consecutive along its last dim and rows not FAR apart: a copy only where it is not so."""
     x = x.resolve_neg()
-    return x if (x.stride(-1) == 1 or x.size(-1) == 1) and x.stride(-3) < FAR else x.contiguous()
+    if (x.stride(-1) == 1 or x.size(-1) == 1) and x.stride(-3) < FAR:
+        return x
+    # Rows of many thousand heads are far apart in a contiguous tensor, too: heads outside rows.
+    near = x.shape[-2] * x.shape[-1] < FAR
+    return x.contiguous() if near else x.transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
 class TritonBackend:

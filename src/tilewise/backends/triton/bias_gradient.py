@@ -117,5 +117,7 @@ def dbias(inputs: tuple, call: Lowered, group: int, config: Config, shape: tuple
             out.stride(3) if per_key else None,
         )
         args = (*inputs, target, owners, sums, call.lengths, call.interval, call.scoring, group, *shape)
-        _launcher.start(dbias_kernel, (key, owners, sums, layout_key(out)), math.prod(owners), args, options(config))
+        _launcher.start(
+            dbias_kernel, (key, shape, owners, sums, layout_key(out)), math.prod(owners), args, options(config)
+        )
     return out if rows == sizes[2] else out.sum(2, keepdim=True)

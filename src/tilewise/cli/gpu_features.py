@@ -1,0 +1,202 @@
+"""`tilewise bench --features`: what each feature costs on a GPU, as its time over the plain causal kernel's in one run."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.progress import track
+from torch import Tensor
+
+import tilewise
+from tilewise import testing
+from tilewise.cli.gpu import PASSES, burst
+from tilewise.cli.output import console, short, stderr, table
+
+DEVICE = "cuda"
+HEADS, KV_HEADS, D = 16, 4, 128
+LENGTHS = (4096, 8192)
+SHARES = (4, 2, 1, 3, 2, 1, 2, 1)  # sixteenths of the tokens in each document
+WINDOW, WINDOWED = 1024, 16384
+CHECKED = 384  # tokens of the problem on which a feature is compared with the reference
+PLAIN = "causal"
+
+Options = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One row of the table.
+
+    Args:
+        name: its first column.
+        make: keyword arguments of the call for S tokens and H heads.
+        kv_heads: key/value heads; None is as many as heads.
+        trained: arguments that get gradients, too.
+        over: the feature that it is compared with.
+    """
+
+    name: str
+    make: Callable[[int, int], Options]
+    kv_heads: int | None = None
+    trained: tuple[str, ...] = ()
+    over: str = PLAIN
+
+    def call(self, S: int, heads: int, dtype: torch.dtype) -> testing.Inputs:
+        """The tensors of one call, packed where the feature is."""
+        g = torch.Generator(DEVICE).manual_seed(0)
+        options = self.make(S, heads)
+        kv = min(self.kv_heads or heads, heads)
+        batch = () if "cu_seqlens_q" in options else (1,)
+        q, k, v, do = (
+            torch.randn(*batch, S, h, D, generator=g, device=DEVICE).to(dtype) for h in (heads, kv, kv, heads)
+        )
+        return testing.Inputs(q, k, v, options, do=do, needs=("q", "k", "v", *self.trained))
+
+
+def _causal(_S: int, _H: int) -> Options:
+    return {"causal": True}
+
+
+def _bias(S: int, H: int) -> Options:
+    return {"causal": True, "bias": torch.randn(1, H, S, S, device=DEVICE, dtype=torch.bfloat16)}
+
+
+def _alibi(_S: int, H: int) -> Options:
+    return {"causal": True, "alibi_slopes": torch.linspace(0.5, 0.01, H, device=DEVICE)}
+
+
+def _ends(S: int) -> Tensor:
+    return torch.tensor(
+        [0, *itertools.accumulate(share * S // 16 for share in SHARES)], device=DEVICE, dtype=torch.int32
+    )
+
+
+def _documents(S: int, _H: int) -> Options:
+    return {"causal": True, "mask": tilewise.Document.from_cu_seqlens(_ends(S))}
+
+
+def _packed(S: int, _H: int) -> Options:
+    longest = max(SHARES) * S // 16
+    return {"causal": True, "cu_seqlens_q": _ends(S), "max_seqlen_q": longest, "max_seqlen_k": longest}
+
+
+def _blocks(S: int, _H: int) -> Options:
+    pattern = tilewise.Blocks.butterfly(S, S)
+    return {"causal": True, "mask": tilewise.Blocks(pattern.pattern.to(DEVICE), pattern.block_m, pattern.block_n)}
+
+
+FEATURES = (
+    Feature(PLAIN, _causal),
+    Feature("GQA 4 to 1", _causal, kv_heads=KV_HEADS),
+    Feature("dropout", lambda S, H: {"causal": True, "dropout_p": 0.1}),
+    Feature("softcap", lambda S, H: {"causal": True, "softcap": 30.0}),
+    Feature("ALiBi", _alibi),
+    Feature("ALiBi, slopes trained", _alibi, trained=("alibi_slopes",)),
+    Feature("sinks", lambda S, H: {"causal": True, "sinks": torch.zeros(H, device=DEVICE)}, trained=("sinks",)),
+    Feature("bias", _bias),
+    Feature("bias, its gradient", _bias, trained=("bias",)),
+    Feature("documents", _documents),
+    Feature("packed (varlen)", _packed),
+    Feature("block-sparse", _blocks),
+)
+WINDOWS = (
+    Feature(PLAIN, _causal),
+    Feature(f"window ({WINDOW}, 0)", lambda S, H: {"window_size": (WINDOW, 0)}),
+    Feature("full", lambda S, H: {}, over="full"),
+    Feature(f"window ({WINDOW // 2}, {WINDOW // 2})", lambda S, H: {"window_size": (WINDOW // 2,) * 2}, over="full"),
+)
+
+
+def bench(dtypes: Sequence[torch.dtype], rounds: int, on_part: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Check and time every feature; prints tables, returns what the JSON holds, and gives `on_part` what there is so far."""
+    data: dict[str, Any] = {"heads": HEADS, "D": D, "rounds": rounds, "refused": [], "results": []}
+    problems = [(FEATURES, S) for S in LENGTHS] + [(WINDOWS, WINDOWED)]
+    for dtype in dtypes:
+        for features, S in problems:
+            right = [feature for feature in features if _is_right(feature, dtype, data["refused"])]
+            rows = _measure(right, S, dtype, rounds)
+            data["results"] += rows
+            on_part(data)
+            _show(rows, f"{HEADS} heads of {D}, {S:,} tokens, {short(dtype)}")
+    return data
+
+
+def _is_right(feature: Feature, dtype: torch.dtype, refused: list[str]) -> bool:
+    inputs = feature.call(CHECKED, 2, dtype)
+    try:
+        testing.assert_matches_reference(inputs)
+    except AssertionError as error:
+        refused.append(f"{feature.name} {short(dtype)}: {error}")
+        stderr.print(f"refused: {refused[-1]}", style="bold red", markup=False)
+        return False
+    return True
+
+
+def _measure(features: Sequence[Feature], S: int, dtype: torch.dtype, rounds: int) -> list[dict[str, Any]]:
+    """Seconds of every feature, in turns; one row of data each."""
+    calls = {feature.name: _passes(feature.call(S, HEADS, dtype)) for feature in features}
+    seconds: dict[tuple[str, str], list[float]] = {}
+    order = [(name, which) for which in PASSES for name in calls]
+    for i in track(range(rounds), f"{S} tokens", console=stderr, transient=True, disable=not stderr.is_terminal):
+        for name, which in order[:: 1 if i % 2 == 0 else -1]:
+            seconds.setdefault((name, which), []).append(burst(calls[name][which]))
+    rows = []
+    for feature in features:
+        row: dict[str, Any] = {"feature": feature.name, "S": S, "dtype": short(dtype), "over": feature.over}
+        row["flops"] = HEADS * _flops_of_a_head(feature, S, dtype)
+        for which in PASSES:
+            row[which] = {
+                "seconds": statistics.median(seconds[feature.name, which]),
+                "rounds": seconds[feature.name, which],
+            }
+        rows.append(row)
+    named = {row["feature"]: row for row in rows}
+    for row in rows:
+        base = named.get(row["over"], row)
+        row["flops_share"] = row["flops"] / base["flops"]
+        for which in PASSES:
+            row[which]["times"] = row[which]["seconds"] / base[which]["seconds"]
+            row[which]["times_per_flop"] = row[which]["times"] / row["flops_share"]
+    return rows
+
+
+def _passes(inputs: testing.Inputs) -> dict[str, Callable[[], Any]]:
+    tensors = inputs.tensors()
+    leaves = [t.requires_grad_(name in (inputs.needs or ())) for name, t in tensors.items()]
+    leaves = [t for t in leaves if t.requires_grad]
+    attend = tilewise.attention_varlen if inputs.varlen else tilewise.attention
+    do, _ = inputs.upstream()
+    o = attend(inputs.q, inputs.k, inputs.v, **inputs.options)
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return attend(inputs.q, inputs.k, inputs.v, **inputs.options)
+
+    return {"forward": forward, "backward": lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)}
+
+
+def _flops_of_a_head(feature: Feature, S: int, dtype: torch.dtype) -> int:
+    """Forward, of visible pairs: what the masks of the call leave to compute."""
+    inputs = feature.call(S, 1, dtype)
+    masks = ("causal", "window_size", "mask", "cu_seqlens_q", "max_seqlen_q", "max_seqlen_k")
+    options = {name: value for name, value in inputs.options.items() if name in masks}
+    return tilewise.explain(inputs.q, inputs.k, inputs.v, **options).cost.forward.flops
+
+
+def _show(rows: Sequence[dict[str, Any]], title: str) -> None:
+    columns = ["feature", "FLOPs", *(f"{which}\n{what}" for which in PASSES for what in ("ms", "times", "per FLOP"))]
+    lines = []
+    for row in rows:
+        cells = [row["feature"], f"{100 * row['flops_share']:.1f}%"]
+        for which in PASSES:
+            cells.append(f"{row[which]['seconds'] * 1e3:.3f}")
+            cells += [f"{row[which][what]:.2f}x" for what in ("times", "times_per_flop")]
+        lines.append(cells)
+    console.print(
+        table(f"Time over the plain causal kernel's (windows: over the same without). {title}", columns, lines)
+    )

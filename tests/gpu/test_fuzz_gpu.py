@@ -1,0 +1,36 @@
+"""Random problems on the GPU against the reference: many of each random structure, so that they share compiled kernels.
+
+2,000 in all, the same in every run: ``TILEWISE_FUZZ=25`` problems of each of ``TILEWISE_FUZZ_STRUCTURES=80`` structures.
+"""
+
+import os
+
+import pytest
+from fuzzing import GPU_DTYPES, drawn, problems, structures
+from hypothesis import strategies as st
+from lane import DEVICE
+
+from tilewise.testing import assert_matches_reference, make_inputs, why_not
+
+COUNT = int(os.environ.get("TILEWISE_FUZZ_STRUCTURES", "80"))
+EACH = int(os.environ.get("TILEWISE_FUZZ", "25"))
+DIMS = st.sampled_from((8, 20, 32, 40, 64, 64, 96, 128, 128, 256))
+STRUCTURES = structures(GPU_DTYPES, ("odd", "sixteens"), DIMS)
+
+
+@pytest.mark.parametrize("number", range(COUNT))
+def test_random_problems(number: int, backend: str):
+    (structure,) = drawn(STRUCTURES, 1, number)
+    refused, wrong = [], []
+    for seed, case in enumerate(drawn(problems(structure), EACH, number)):
+        inputs = make_inputs(case, structure.dtype, seed).on(DEVICE)
+        if reasons := why_not(inputs, backend):
+            refused.append("; ".join(reasons))
+            continue
+        try:
+            assert_matches_reference(inputs, backend=backend)
+        except AssertionError as error:
+            wrong.append(str(error))
+    assert not wrong, f"{len(wrong)} of {EACH} problems of {structure}:\n" + "\n\n".join(wrong)
+    if len(refused) == EACH:
+        pytest.skip(f"{backend}: {refused[0]}")
