@@ -38,6 +38,7 @@ SIZES = [
     Case("d_ne_dv", Sq=45, Sk=70, H=4, Hkv=2, D=192, Dv=128, mask=(CAUSAL,)),
     Case("dv_larger", Sq=33, Sk=40, D=5, Dv=67),
     Case("dv_is_one", Sq=33, Sk=40, D=64, Dv=1, sinks=True),
+    Case("latent", B=1, Sq=20, Sk=53, H=4, Hkv=1, D=576, Dv=512, mask=(CAUSAL,)),
     *_head_dims(),
 ]
 

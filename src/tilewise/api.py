@@ -40,7 +40,7 @@ def attention(
     unless ``"top_left"``. A row that sees no key gives o = 0, lse = -inf and zero gradients.
 
     Args:
-        q: (B, Sq, H, D), float32, float64, bfloat16 or float16; D in 1..512. Any strides.
+        q: (B, Sq, H, D), float32, float64, bfloat16 or float16; D in 1..576. Any strides.
         k: (B, Sk, Hkv, D); H must be a multiple of Hkv, query head h reads kv head ``h // (H // Hkv)``.
         v: (B, Sk, Hkv, Dv); Dv may differ from D.
         mask: a mask object (`Causal`, `Window`, `Prefix`, `Document`, `Chunk`, `Blocks`, `Dense`), several combined with

@@ -31,6 +31,12 @@ def _triton_requires() -> str | None:
     return None
 
 
+def _triton_lacks(problem: Problem) -> str | None:
+    if problem.dtype == torch.float32 and max(problem.D, problem.Dv) > 512:
+        return "float32 with head dims beyond 512: its tiles do not fit on chip"
+    return None
+
+
 def _load_triton() -> Backend:
     from tilewise.backends import triton  # noqa: PLC0415  only where a GPU call asks for it
 
@@ -107,6 +113,7 @@ BACKENDS: tuple[Capabilities, ...] = (
         features=frozenset(FEATURES),
         requires=_triton_requires,
         load=_load_triton,
+        extra=_triton_lacks,
     ),
 )
 

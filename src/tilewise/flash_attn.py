@@ -4,7 +4,7 @@
 are those of `flash_attn`: a causal call is bottom-right aligned, `window_size` (-1, -1) and `softcap` 0.0 mean none, query
 head h reads kv head ``h // (H // Hkv)``. What differs, always in the direction of more:
 
-- float32 and float64 are accepted beside float16 and bfloat16, head dims to 512, Dv != D, softcap together with dropout;
+- float32 and float64 are accepted beside float16 and bfloat16, head dims to 576, Dv != D, softcap together with dropout;
 - `alibi_slopes` get a gradient, and the returned lse is differentiable and includes the whole ALiBi bias;
 - a row that sees no key has lse -inf (`flash_attn`: +inf).
 """

@@ -15,7 +15,7 @@ from tilewise.checks import describe
 from tilewise.spec import AttentionSpec
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 576  # the largest in use: keys of compressed (latent) attention, 512 and 64 rotary
 LARGEST, SMALLEST = 1e30, 1e-30  # magnitudes of scales and caps that leave room in float32
 
 

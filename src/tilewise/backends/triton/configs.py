@@ -108,7 +108,7 @@ def pick_forward(dim: int, dtype: torch.dtype, keys: int) -> Config:
         return Config(64, 64, 4, 3)  # 16K 509 / 514; (128, 64, 4, 2) 491 / 525, (128, 128, 8, 2) 456 / 459
     if dim <= 256:
         return Config(128, 64, 8, 2, False)  # 1K 322 / 437, 4K 474 / 533; by descriptors 284 / 390, 430 / 482
-    return Config(64, 32, 8, 1)
+    return Config(64, 32, 8, 1) if dim <= 512 else Config(32, 32, 8, 1)
 
 
 def pick_dkdv(dim: int, dtype: torch.dtype, rows: int, uneven: bool) -> tuple[Config, Config]:
@@ -130,7 +130,7 @@ def pick_dkdv(dim: int, dtype: torch.dtype, rows: int, uneven: bool) -> tuple[Co
     if dim <= 256:
         # 16K: dk 467 / 445, (32, 128, 8, 2) 468 / 416; dv 603 / 534; one kernel (64, 64, 8, 2) 378 / 339
         return Config(64, 64, 4, 2), Config(64, 128, 8, 2)
-    config = Config(16, 32, 8, 1)
+    config = Config(16, 32, 8, 1) if dim <= 512 else Config(16, 16, 8, 1)
     return config, config
 
 
@@ -148,7 +148,7 @@ def pick_dq(dim: int, dtype: torch.dtype, keys: int, uneven: bool) -> Config:
         return Config(128, 64, 8, 3, keys > 2048)  # 1K 384 / 497, 16K 667 / 669; by descriptors 1K 362 / 487
     if dim <= 256:
         return Config(128, 32, 8, 3, False)  # 1K 376 / 505, 16K 636 / 627; by descriptors 346 / 473, 612 / 610
-    return Config(16, 32, 8, 1)
+    return Config(16, 32, 8, 1) if dim <= 512 else Config(16, 16, 8, 1)
 
 
 @lru_cache(maxsize=1024)
