@@ -51,9 +51,19 @@ triton: $(TRITON_VENV)/.installed
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(TRITON_PYTEST) tests/triton_lanes/test_interpret.py
 	$(TRITON_PYTEST) tests/triton_lanes/test_compile.py
 
-# On a machine with a GPU, with the torch that is installed there.
+# On a machine with a GPU, with the torch that is installed there (and pytest, pytest-xdist, hypothesis): everything that has
+# to hold on it, into one report. Interrupted or called again for the same source, it goes on with what has not passed.
+GPU_REPORT ?= benchmarks/results/tests-gpu.json
+GPU_JOBS   ?= 16
+GPU_PYTHON := PYTHONPATH=src $(PYTHON)
 test-gpu:
-	PYTHONPATH=src $(PYTHON) tests/gpu_report.py --json gpu-tests.json tests/test_conformance.py -k triton -n 8
+	status=0; \
+	$(GPU_PYTHON) tests/gpu/report.py --json $(GPU_REPORT) -n $(GPU_JOBS) tests/test_conformance.py -k "gluon or triton" \
+		|| status=1; \
+	$(GPU_PYTHON) tests/gpu/report.py --json $(GPU_REPORT) -n $(GPU_JOBS) tests/gpu || status=1; \
+	$(GPU_PYTHON) tests/gpu/sanitize.py --json $(GPU_REPORT) --jobs $(GPU_JOBS) --tool memcheck --cases all || status=1; \
+	$(GPU_PYTHON) tests/gpu/sanitize.py --json $(GPU_REPORT) --jobs $(GPU_JOBS) --tool racecheck --cases small || status=1; \
+	exit $$status
 
 # A long local fuzz run: FUZZ=1000 specs.
 FUZZ ?= 1000

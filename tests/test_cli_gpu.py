@@ -56,14 +56,22 @@ def test_without_a_gpu_it_says_so():
 @pytest.fixture
 def on_cpu(monkeypatch):
     """The table of features, tiny and on the CPU; every timing is a second."""
-    for name, value in {"DEVICE": "cpu", "CHECKED": 32, "LENGTHS": (64,), "WINDOWED": 64, "WINDOW": 8, "D": 16}.items():
+    for name, value in {
+        "DEVICE": "cpu",
+        "CHECKED": 32,
+        "LENGTHS": (64,),
+        "WINDOWED": 64,
+        "WINDOW": 8,
+        "D": 16,
+        "HEADS": 4,
+    }.items():
         monkeypatch.setattr(gpu_features, name, value)
     monkeypatch.setattr(gpu_features, "burst", lambda function: [function(), 1.0][1])
 
 
 def test_features_are_checked_and_compared_with_the_plain_kernel(on_cpu):
     parts = []
-    data = gpu_features.bench([torch.float32], 2, parts.append)
+    data = gpu_features.bench([torch.float32], 2, None, 1, parts.append)
     assert data["refused"] == [] and parts[-1] is data
     rows = {(row["feature"], row["S"] and row["over"]): row for row in data["results"]}
     assert len(data["results"]) == len(gpu_features.FEATURES) + len(gpu_features.WINDOWS)
@@ -76,9 +84,7 @@ def test_features_are_checked_and_compared_with_the_plain_kernel(on_cpu):
 def test_wrong_features_are_refused(on_cpu, monkeypatch):
     right = gpu_features.tilewise.attention
     monkeypatch.setattr(gpu_features.testing, "attention", lambda q, *rest, **options: right(q * 1.1, *rest, **options))
-    refused = []
-    assert not gpu_features._is_right(gpu_features.FEATURES[0], torch.float32, refused)
-    assert refused[0].startswith("causal fp32: o ")
+    assert gpu_features._complaint("causal", torch.float32, None).startswith("o ")
 
 
 @pytest.mark.parametrize(

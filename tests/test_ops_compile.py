@@ -6,7 +6,7 @@ import pytest
 import torch
 from calls import MIX, PACKED, PLAIN, as_function, assert_equal, loss_of
 
-from tilewise import attention
+from tilewise import attention, dispatch
 from tilewise.call import dense_call, packed_call
 from tilewise.spec import AttentionSpec
 from tilewise.testing import Case, make_inputs
@@ -28,6 +28,23 @@ def test_compile_without_graph_breaks(case):
     found, expected = compiled(*leaves), function(*leaves)
     assert_equal(found, expected)
     assert_equal(torch.autograd.grad(loss_of(found), leaves), torch.autograd.grad(loss_of(expected), leaves))
+
+
+def test_what_a_backend_requires_is_asked_while_tracing(tmp_path):
+    """Questions about the machine are nothing that torch.compile can trace (PyTorch 2.11: not even importlib's find_spec)."""
+    torch._dynamo.reset()
+    answers = tmp_path / "answers"
+
+    def requires():
+        answers.write_text("asked")
+
+    compiled = torch.compile(lambda x, ask: x if ask() is None else -x, fullgraph=True, backend="eager")
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compiled(torch.ones(1), requires)
+    assert not answers.exists()
+    assert compiled(torch.ones(1), dispatch.while_tracing(requires)) == 1
+    assert answers.exists()
+    assert all(row.requires._dynamo_marked_constant for row in dispatch.BACKENDS)
 
 
 def test_compile_asks_for_the_longest_length():

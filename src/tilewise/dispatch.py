@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -15,6 +16,16 @@ from tilewise.backends.base import FEATURES, Backend, Capabilities, Composite
 from tilewise.problem import DTYPES, MAX_HEAD_DIM, Problem
 
 
+def while_tracing(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Have torch.compile call a function while it traces and keep the result, instead of looking inside.
+
+    What `torch.compiler.assume_constant_result` does, without the compiler that it imports.
+    """
+    setattr(function, "_dynamo_marked_constant", True)  # noqa: B010  no attribute that a type checker knows
+    return function
+
+
+@while_tracing
 def _cpu_requires() -> str | None:
     return None if importlib.util.find_spec("numba") else "numba is not installed (pip install numba)"
 
@@ -25,6 +36,7 @@ def _load_cpu() -> Backend:
     return cpu.CpuBackend()
 
 
+@while_tracing
 def _triton_requires() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; it comes with PyTorch for CUDA or ROCm"
@@ -47,6 +59,7 @@ GLUON_VERSION = "3.6"  # of Triton: the language has changed in every release si
 
 
 @lru_cache(maxsize=1)
+@while_tracing
 def _gluon_requires() -> str | None:
     if (reason := _triton_requires()) is not None:
         return reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -110,9 +111,11 @@ def bench(
     if device == "cuda":
         if not torch.cuda.is_available():
             fail("PyTorch finds no GPU here; run without --device cuda for the CPU")
-        with tilewise.use_backend(backend) if backend else nullcontext():
-            run = _bench_features if features else _bench_gpu
-            run(shape, dtype, peer, rounds, json, plot)
+        if features:
+            _bench_features(shape, dtype, peer, rounds, backend, json, plot)
+        else:
+            with tilewise.use_backend(backend) if backend else nullcontext():
+                _bench_gpu(shape, dtype, peer, rounds, json, plot)
         return
     if device != "cpu" or peer or features or backend:
         raise ValueError(
@@ -145,11 +148,12 @@ def bench(
         fail(f"{len(refused)} of {len(refused) + len(cases)} problems were refused: their results are wrong", FAILED)
 
 
-def _bench_features(shape, dtype, peer, rounds, json, plot) -> None:
+def _bench_features(shape, dtype, peer, rounds, backend, json, plot) -> None:
     if shape or peer or plot is not None:
         raise ValueError("--features has problems of its own and no plot: leave out --shape, --peer and --plot")
     dtypes = [dtype_of(name) for name in dtype or ("bf16",)]
-    data = gpu_features.bench(dtypes, rounds, lambda part: write_json(json, "bench", part, say=False))
+    workers = min(16, os.cpu_count() or 1)
+    data = gpu_features.bench(dtypes, rounds, backend, workers, lambda part: write_json(json, "bench", part, say=False))
     write_json(json, "bench", data)
     if data["refused"]:
         fail(f"{len(data['refused'])} features were refused: their results are wrong", FAILED)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import statistics
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +25,7 @@ HEADS, KV_HEADS, D = 16, 4, 128
 LENGTHS = (4096, 8192)
 SHARES = (4, 2, 1, 3, 2, 1, 2, 1)  # sixteenths of the tokens in each document
 WINDOW, WINDOWED = 1024, 16384
-CHECKED = 384  # tokens of the problem on which a feature is compared with the reference
+CHECKED = 384  # tokens of the problem on which a feature is compared with the reference: the same kernels run
 PLAIN = "causal"
 
 Options = dict[str, Any]
@@ -112,29 +115,58 @@ WINDOWS = (
 )
 
 
-def bench(dtypes: Sequence[torch.dtype], rounds: int, on_part: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Check and time every feature; prints tables, returns what the JSON holds, and gives `on_part` what there is so far."""
+def bench(
+    dtypes: Sequence[torch.dtype],
+    rounds: int,
+    backend: str | None,
+    workers: int,
+    on_part: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Check and time every feature; prints tables, returns what the JSON holds.
+
+    Args:
+        dtypes: of q, k and v.
+        rounds: timings of each pass of each feature.
+        backend: by name; None is what dispatch chooses for each.
+        workers: processes that compile and check, before any timing.
+        on_part: given as much as there is after each table.
+    """
     data: dict[str, Any] = {"heads": HEADS, "D": D, "rounds": rounds, "refused": [], "results": []}
-    problems = [(FEATURES, S) for S in LENGTHS] + [(WINDOWS, WINDOWED)]
-    for dtype in dtypes:
-        for features, S in problems:
-            right = [feature for feature in features if _is_right(feature, dtype, data["refused"])]
-            rows = _measure(right, S, dtype, rounds)
-            data["results"] += rows
-            on_part(data)
-            _show(rows, f"{HEADS} heads of {D}, {S:,} tokens, {short(dtype)}")
+    names = list(dict.fromkeys(feature.name for feature in (*FEATURES, *WINDOWS)))
+    with tilewise.use_backend(backend) if backend else nullcontext():
+        for dtype in dtypes:
+            with stderr.status("Compiling and checking"):
+                wrong = _check_all(names, dtype, backend, workers)
+            data["refused"] += [f"{name} {short(dtype)}: {complaint}" for name, complaint in wrong.items()]
+            for features, S in [(FEATURES, S) for S in LENGTHS] + [(WINDOWS, WINDOWED)]:
+                rows = _measure([feature for feature in features if feature.name not in wrong], S, dtype, rounds)
+                data["results"] += rows
+                on_part(data)
+                _show(rows, f"{HEADS} heads of {D}, {S:,} tokens, {short(dtype)}")
+    for refused in data["refused"]:
+        stderr.print(f"refused: {refused}", style="bold red", markup=False)
     return data
 
 
-def _is_right(feature: Feature, dtype: torch.dtype, refused: list[str]) -> bool:
-    inputs = feature.call(CHECKED, 2, dtype)
+def _check_all(names: Sequence[str], dtype: torch.dtype, backend: str | None, workers: int) -> dict[str, str]:
+    """What is wrong with which features. A fresh process compiles each: the kernels then lie in Triton's cache on disk."""
+    if workers == 1:
+        complaints = [_complaint(name, dtype, backend) for name in names]
+    else:
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+            complaints = list(pool.map(_complaint, names, [dtype] * len(names), [backend] * len(names)))
+    return {name: complaint for name, complaint in zip(names, complaints, strict=True) if complaint}
+
+
+def _complaint(name: str, dtype: torch.dtype, backend: str | None) -> str:
+    """What is wrong with one feature's outputs or gradients, by the rule of `tilewise.testing`; "" if nothing."""
+    feature = next(feature for feature in (*FEATURES, *WINDOWS) if feature.name == name)
+    torch.set_num_threads(1)
     try:
-        testing.assert_matches_reference(inputs)
+        testing.assert_matches_reference(feature.call(CHECKED, HEADS, dtype), backend=backend)
     except AssertionError as error:
-        refused.append(f"{feature.name} {short(dtype)}: {error}")
-        stderr.print(f"refused: {refused[-1]}", style="bold red", markup=False)
-        return False
-    return True
+        return str(error)
+    return ""
 
 
 def _measure(features: Sequence[Feature], S: int, dtype: torch.dtype, rounds: int) -> list[dict[str, Any]]:

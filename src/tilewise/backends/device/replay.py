@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tilewise.spec import BoundSpec
 
 from .launch import run, started
+from .precision import tf32_allowed
 
 MOST = 1024  # calls that are remembered
 
@@ -32,7 +33,7 @@ def call_key(bound: BoundSpec, *tensors: Tensor) -> tuple | None:
     if len({*map(id, tensors)}) < len(tensors):
         return None
     x = tensors[0]
-    tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+    tf32 = x.dtype == torch.float32 and tf32_allowed()
     return (bound, x.dtype, x.device, tf32, *((y.shape, y.stride()) for y in tensors))
 
 

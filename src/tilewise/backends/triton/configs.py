@@ -8,6 +8,8 @@ from functools import lru_cache
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 
+from tilewise.backends.device.precision import tf32_allowed
+
 BARRIERS = 2048  # bytes of shared memory beside the tiles
 
 
@@ -46,14 +48,7 @@ def precision(dtype: torch.dtype) -> str:
     """
     if dtype != torch.float32 or triton.knobs.runtime.interpret:
         return "ieee"
-    return "tf32" if _tf32_allowed() else "bf16x6"
-
-
-def _tf32_allowed() -> bool:
-    """PyTorch's own setting, by whichever of its names it was made. Reading the old name fails after setting the new one."""
-    matmul = torch.backends.cuda.matmul
-    chosen = getattr(matmul, "fp32_precision", None)  # from PyTorch 2.9 on
-    return bool(matmul.allow_tf32) if chosen is None else chosen == "tf32"
+    return "tf32" if tf32_allowed() else "bf16x6"
 
 
 @lru_cache(maxsize=16)
