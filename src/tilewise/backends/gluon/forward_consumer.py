@@ -52,14 +52,14 @@ def product_layout(columns):
 
 @gluon.jit
 def has_low(interval):
-    """Whether key tiles before the full ones may need masking: known at compile time."""
+    """Whether rows may have a first key other than 0: known at compile time."""
     return interval.left is not None or interval.chunk is not None
 
 
 @gluon.jit
-def has_high(interval):
-    """Whether more than the last of the key tiles behind the full ones may need it."""
-    return interval.right is not None or interval.prefix is not None or interval.chunk is not None
+def has_bounds(interval):
+    """Whether other tiles than the last one may need masking."""
+    return has_low(interval) or interval.right is not None or interval.prefix is not None
 
 
 @gluon.jit
@@ -111,7 +111,7 @@ def sweep(
     GROUP: gl.constexpr, shared, at, item, j, first, full_first, full_last, q, acc, p, base, total, top, interval, scoring,
     CFG: gl.constexpr,
 ):  # fmt: skip
-    """Key tiles j down to `end`: s = q k^T, and acc += p v of the tile before; p = 2^(s - base), acc and total rescaled."""
+    """Key tiles j down to `first`: s = q k^T, and acc += p v of the tile before; p = 2^(s - base), acc and total rescaled."""
     BLOCK_N: gl.constexpr = CFG.block_n
     DTYPE: gl.constexpr = shared.keys.tiles.dtype
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
@@ -127,7 +127,11 @@ def sweep(
         give_turn((GROUP + 1) % CFG.groups)
         s = warpgroup_mma_wait(1, [s])
         keys.free(at + 1)
-        s = tile_scores(GROUP, s, j, (j >= full_last) | (j < full_first), shared.queue, item, interval, scoring)
+        if has_bounds(interval):
+            masked = (j >= full_last) | (j < full_first)
+            s = tile_scores(GROUP, s, j, masked, shared.queue, item, interval, scoring)
+        else:
+            s = tile_scores(GROUP, s, j, False, shared.queue, item, interval, scoring)
         highest = gl.max(s, 1) * scoring.factor
         top = gl.maximum(top, highest)
         grown = gl.where(highest > base + SLACK, highest, base)
