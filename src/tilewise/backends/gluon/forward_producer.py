@@ -11,7 +11,7 @@ from .pipeline import draw, tma_start
 ROWS = gl.constexpr(64)  # of one consumer: those of one warpgroup's products
 
 # The words of a work item: first query row (-1: no more work), batch, head, what `sequence` tells, key tiles from FIRST to
-# LAST, and where the numbers of the row tile begin in `lse` and the notes of its consumers in `record`.
+# LAST, and where the numbers of the row tile begin in `lse` and the notes of its consumers in `notes`.
 ROW, B, H, Q_START, Q_LEN, K_LEN, SHIFT, FIRST, LAST, LSE, NOTE = (gl.constexpr(i) for i in range(11))
 WORDS = gl.constexpr(11)
 
@@ -33,13 +33,13 @@ def row_tile(place, tiles, heads, together, all_heads):
 
 @gluon.jit
 def produce(
-    q_desc, k_desc, v_desc, lse, record, lengths, interval, shared, heads, group, tiles, together, all_heads, CFG: gl.constexpr
+    q_desc, k_desc, v_desc, lse, counter, lengths, interval, shared, heads, group, tiles, together, all_heads,
+    CFG: gl.constexpr,
 ):  # fmt: skip
     """Find out what is to do, and start the copies: queries, then keys and values, the last tile first."""
     GROUPS: gl.constexpr = CFG.groups
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     BLOCK_N: gl.constexpr = CFG.block_n
-    counter = (record + heads).to(gl.pointer_type(gl.int32))
     place = gl.program_id(0)
     item = 0
     at = 0
@@ -52,8 +52,7 @@ def produce(
             first = span.first
             last = gl.maximum(span.last, first + 1)  # consumers count on one tile, be it masked
             lse_start = b * lse.batch + h * lse.head + q_start + row
-            note = heads + 1 + place * GROUPS
-            shared.queue.put(item, (row, b, h, q_start, q_len, k_len, shift, first, last, lse_start, note))
+            shared.queue.put(item, (row, b, h, q_start, q_len, k_len, shift, first, last, lse_start, place * GROUPS))
             for g in gl.static_range(GROUPS):
                 shared.queries.fill(item * GROUPS + g, q_desc, tma_start(q_desc, b, h, q_start, q_len, row + g * ROWS))
             for n in range(last - first):

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 FIRST_TURN = gl.constexpr(8)  # named barriers: Triton itself takes those of the lowest numbers, one for each partition
-COUNTER_START = gl.constexpr(-(2**23))  # the bits of the float -inf
+COUNTER_START = gl.constexpr(-1)
 RAGGED = gl.constexpr(2**30)  # see `tma_start`
 QUEUED = gl.constexpr(2)  # work items on their way from producer to consumers
 

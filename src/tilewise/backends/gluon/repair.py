@@ -62,11 +62,10 @@ def repair_row(
 
 @gluon.jit
 def repair_noted(
-    q, k, v, o, lse, record, lengths, interval, scoring, heads, group, tiles, together, all_heads, D, DV,
+    q, k, v, o, lse, notes, lengths, interval, scoring, heads, group, tiles, together, all_heads, D, DV,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
     """All rows that consumers of this program have noted."""
-    notes = (record + heads + 1).to(gl.pointer_type(gl.int32))
     for note in range(tiles * all_heads * GROUPS):
         if gl.load(notes + note) == gl.program_id(0):
             i, b, h = row_tile(note // GROUPS, tiles, heads, together, all_heads)

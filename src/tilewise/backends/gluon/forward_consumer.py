@@ -1,0 +1,278 @@
+"""A consumer of the forward pass: one warpgroup that computes 64 rows of every tile (FlashAttention-3, algorithm 2).
+
+It issues the scores of a key tile before the product of the previous tile's p with v, and exponentiates while the tensor
+cores work on that. Consumers issue in turns, so that one computes products while another exponentiates.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.language.core import _aggregate as aggregate
+
+from tilewise.backends.device.rows import down
+from tilewise.backends.device.scoremods import scores
+from tilewise.backends.device.seqinfo import row_interval
+from tilewise.backends.device.softmax import LN2, finish_softmax
+from tilewise.backends.device.structs import Rows
+
+from .forward_producer import FIRST, K_LEN, LAST, LSE, NOTE, Q_LEN, Q_START, ROW, ROWS, SHIFT, B, H, tile_range
+from .pipeline import Queue, Ring, await_turn, give_turn, tma_start
+from .registers import columns_from, exp2_early, halves, joined, keep_columns, packed, rescale, thread_sums, unpacked
+
+LOWEST = gl.constexpr(-3.0e38)  # a finite start of the maximum: differences with it are never NaN
+SLACK = gl.constexpr(8.0)  # p may grow to 2^8 before the sums are rescaled
+
+
+@aggregate
+class Shared:
+    """What producer and consumers share."""
+
+    queue: Queue
+    queries: Ring
+    keys: Ring
+    values: Ring
+    out: gl.shared_memory_descriptor
+    noted: gl.shared_memory_descriptor  # 1 where some rows need `repair`
+
+    @gluon.constexpr_function
+    def __init__(self, queue, queries, keys, values, out, noted):
+        self.queue = queue
+        self.queries = queries
+        self.keys = keys
+        self.values = values
+        self.out = out
+        self.noted = noted
+
+
+@gluon.constexpr_function
+def product_layout(columns):
+    """Where a warpgroup's products of 64 rows lie in registers."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.jit
+def has_low(interval):
+    """Whether rows may have a first key other than 0: known at compile time."""
+    return interval.left is not None or interval.chunk is not None
+
+
+@gluon.jit
+def has_bounds(interval):
+    """Whether other tiles than the last one may need masking."""
+    return has_low(interval) or interval.right is not None or interval.prefix is not None
+
+
+@gluon.jit
+def own_rows(GROUP: gl.constexpr, queue, item, interval, LINE: gl.constexpr):
+    """The query rows of this consumer. What is told of the item stays in shared memory till it is needed."""
+    index = queue.word(item, ROW) + GROUP * ROWS + gl.arange(0, ROWS, LINE)
+    valid = index < queue.word(item, Q_LEN)
+    b, m = queue.word(item, B), index + queue.word(item, SHIFT)
+    lo, hi = row_interval(interval, b, m, 0, valid, queue.word(item, K_LEN))
+    return Rows(b, queue.word(item, H), index, m, valid, lo, hi, index, index)
+
+
+@gluon.jit
+def tile_scores(GROUP: gl.constexpr, product, j, masked, queue, item, interval, scoring):
+    """The scores of this consumer's rows and key tile j."""
+    start = j * product.type.shape[1]
+    rows = own_rows(GROUP, queue, item, interval, gl.SliceLayout(1, product.type.layout))
+    s, _ = scores(product, scoring, down(rows), columns_from(start, product), 0)
+    if masked:
+        rows = own_rows(GROUP, queue, item, interval, gl.SliceLayout(1, product.type.layout))
+        if has_low(interval):  # noqa: SIM108  known at compile time, which a conditional expression does not see
+            s = keep_columns(s, rows.lo - start, rows.hi - start)
+        else:
+            s = keep_columns(s, None, rows.hi - start)
+    return s
+
+
+@gluon.jit
+def first_tile(GROUP: gl.constexpr, shared, at, item, j, masked, q, interval, scoring, CFG: gl.constexpr):
+    """(p, base, total, top) of key tile j alone."""
+    BLOCK_N: gl.constexpr = CFG.block_n
+    keys = shared.keys
+    keys.wait(at)
+    await_turn(GROUP)
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
+    s = warpgroup_mma(q, keys.tile(at).permute((1, 0)), zero, use_acc=False, is_async=True)
+    give_turn((GROUP + 1) % CFG.groups)
+    s = warpgroup_mma_wait(0, [s])
+    keys.free(at)
+    s = tile_scores(GROUP, s, j, masked, shared.queue, item, interval, scoring)
+    top = gl.max(s, 1) * scoring.factor
+    base = gl.maximum(top, LOWEST)
+    weights = gl.exp2(s * scoring.factor - base[:, None])
+    return packed(weights, keys.tiles.dtype), base, thread_sums(weights), top
+
+
+@gluon.jit
+def sweep(
+    GROUP: gl.constexpr, shared, at, item, j, first, full_first, full_last, q, acc, p, base, total, top, interval, scoring,
+    CFG: gl.constexpr,
+):  # fmt: skip
+    """Key tiles j down to `first`: s = q k^T, and acc += p v of the tile before; p = 2^(s - base), acc and total rescaled."""
+    BLOCK_N: gl.constexpr = CFG.block_n
+    DTYPE: gl.constexpr = shared.keys.tiles.dtype
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    keys, values = shared.keys, shared.values
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
+    while j >= first:
+        keys.wait(at + 1)
+        await_turn(GROUP)
+        s = warpgroup_mma(q, keys.tile(at + 1).permute((1, 0)), zero, use_acc=False, is_async=True)
+        values.wait(at)
+        operand = unpacked(p, DTYPE, OPERAND)
+        acc = warpgroup_mma(operand, values.tile(at), acc, is_async=True)
+        give_turn((GROUP + 1) % CFG.groups)
+        s = warpgroup_mma_wait(1, [s])
+        keys.free(at + 1)
+        if has_bounds(interval):
+            masked = (j >= full_last) | (j < full_first)
+            s = tile_scores(GROUP, s, j, masked, shared.queue, item, interval, scoring)
+        else:
+            s = tile_scores(GROUP, s, j, False, shared.queue, item, interval, scoring)
+        highest = gl.max(s, 1) * scoring.factor
+        top = gl.maximum(top, highest)
+        grown = gl.where(highest > base + SLACK, highest, base)
+        alpha = gl.exp2(base - grown)
+        left, right = halves(s * scoring.factor - grown[:, None])
+        if CFG.early:
+            left = exp2_early(left)
+        values.wait(at)  # it is there: without this the compiler waits for the product above, and nothing overlaps
+        acc, operand = warpgroup_mma_wait(0, [acc, operand])
+        values.free(at)
+        acc = rescale(acc, gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True))
+        if not CFG.early:
+            left = gl.exp2(left)
+        weights = joined(left, gl.exp2(right), s)
+        sums = thread_sums(weights)
+        factor = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
+        total = total * factor[:, None] + sums
+        p = packed(weights, DTYPE)
+        base = grown
+        at += 1
+        j -= 1
+    return at, acc, p, base, total, top
+
+
+@gluon.jit
+def skip(GROUP: gl.constexpr, shared, at, number, CFG: gl.constexpr):
+    """Let tiles pass that other consumers need."""
+    for _ in range(number):
+        shared.keys.wait(at)
+        await_turn(GROUP)
+        give_turn((GROUP + 1) % CFG.groups)
+        shared.keys.free(at)
+        shared.values.wait(at)
+        shared.values.free(at)
+        at += 1
+    return at
+
+
+@gluon.jit
+def own_tiles(GROUP: gl.constexpr, queue, item, interval, BLOCK_N: gl.constexpr):
+    """(first, full_first, full_last, last) of this consumer, within those of all; one masked tile if it needs none."""
+    row = queue.word(item, ROW) + GROUP * ROWS
+    end = gl.minimum(row + ROWS, queue.word(item, Q_LEN))
+    span = tile_range(interval, row, end, queue.word(item, SHIFT), queue.word(item, K_LEN), BLOCK_N)
+    some = span.first < span.last
+    lowest, highest = queue.word(item, FIRST) + 1, queue.word(item, LAST)
+    last = gl.where(some, span.last, gl.minimum(gl.maximum(span.last, lowest), highest))
+    first = gl.where(some, span.first, last - 1)
+    return first, gl.where(some, span.full_first, first), gl.where(some, span.full_last, first), last
+
+
+@gluon.jit
+def write(GROUP: gl.constexpr, o_desc, lse, max_logit, notes, shared, item, acc, norm, row_lse, top):
+    """o = norm acc, lse and the largest score; rows whose o is not finite are noted, they need `repair`."""
+    queue = shared.queue
+    LINE: gl.constexpr = row_lse.type.layout
+    b, h, q_start, q_len = queue.word(item, B), queue.word(item, H), queue.word(item, Q_START), queue.word(item, Q_LEN)
+    row = queue.word(item, ROW) + GROUP * ROWS
+    broken = gl.convert_layout(gl.sum(acc * 0.0, 1), LINE, assert_trivial=True)  # NaN where acc is not finite
+    whole = (broken == 0.0) | (row_lse != row_lse)
+    if gl.max(gl.where(whole, 0, 1), 0) > 0:
+        gl.store(notes + queue.word(item, NOTE) + GROUP, gl.program_id(0))
+        shared.noted.store(gl.full([1], 1, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+    else:
+        out = shared.out.index(GROUP)
+        factor = gl.convert_layout(norm, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)
+        out.reshape(acc.type.shape).store((acc * factor[:, None]).to(out.dtype))
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(o_desc, tma_start(o_desc, b, h, q_start, q_len, row), out)
+    index = gl.arange(0, ROWS, LINE)
+    valid = row + index < q_len
+    gl.store(lse + queue.word(item, LSE) + GROUP * ROWS + index, row_lse, mask=valid)
+    if max_logit is not None:
+        gl.atomic_max(max_logit + h, gl.max(gl.where(valid, top, float("-inf")), 0) * LN2)
+
+
+@gluon.jit
+def consume(
+    GROUP: gl.constexpr, o_desc, lse, max_logit, notes, interval, scoring, sinks, shared, CFG: gl.constexpr
+):  # fmt: skip
+    """64 rows of every tile: o = softmax(scores(q k^T)) v."""
+    BLOCK_DV: gl.constexpr = shared.out.shape[len(shared.out.shape) - 1]
+    O_LAYOUT: gl.constexpr = product_layout(BLOCK_DV)
+    LINE: gl.constexpr = gl.SliceLayout(1, product_layout(CFG.block_n))
+    queue, queries, values = shared.queue, shared.queries, shared.values
+    q = queries.tile(GROUP)
+    if GROUP == CFG.groups - 1:
+        give_turn(0)
+    item = 0
+    at = 0
+    queue.wait(item)
+    while queue.word(item, ROW) >= 0:
+        first, full_first, full_last, last = own_tiles(GROUP, queue, item, interval, CFG.block_n)
+        at = skip(GROUP, shared, at, queue.word(item, LAST) - last, CFG)
+        queries.wait(item * CFG.groups + GROUP)
+        j = last - 1
+        masked = (j >= full_last) | (j < full_first)
+        p, base, total, top = first_tile(GROUP, shared, at, item, j, masked, q, interval, scoring, CFG)
+        acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, O_LAYOUT)
+        j -= 1
+        at, acc, p, base, total, top = sweep(
+            GROUP,
+            shared,
+            at,
+            item,
+            j,
+            first,
+            full_first,
+            full_last,
+            q,
+            acc,
+            p,
+            base,
+            total,
+            top,
+            interval,
+            scoring,
+            CFG,
+        )
+        if not CFG.shares_out:
+            queries.free(item * CFG.groups + GROUP)
+        values.wait(at)
+        operand = unpacked(p, values.tiles.dtype, gl.DotOperandLayout(0, O_LAYOUT, 2))
+        acc = warpgroup_mma(operand, values.tile(at), acc, is_async=True)
+        sums = gl.convert_layout(gl.sum(total, 1), LINE)
+        if sinks is not None:
+            row_lse, norm = finish_softmax(base, sums, gl.load(sinks + queue.word(item, H)))
+        else:
+            row_lse, norm = finish_softmax(base, sums, None)
+        tma.store_wait(0)  # the output before this one has left its place in shared memory
+        acc, operand = warpgroup_mma_wait(0, [acc, operand])
+        values.free(at)
+        at = skip(GROUP, shared, at + 1, first - queue.word(item, FIRST), CFG)
+        write(GROUP, o_desc, lse, max_logit, notes, shared, item, acc, norm, row_lse, top)
+        if CFG.shares_out:
+            tma.store_wait(0)
+            queries.free(item * CFG.groups + GROUP)
+        queue.free(item)
+        item += 1
+        queue.wait(item)
+    tma.store_wait(0)
+    if GROUP == 0:
+        await_turn(0)
