@@ -101,8 +101,9 @@ def bench(
     disturb little. A problem is timed only after its outputs and gradients agreed with a float64 reference. The default
     problems take a quarter of an hour, most of it SDPA's bf16 backward at 8192 tokens.
 
-    With `--device cuda`: TFLOP/s on a grid of 36 problems in bf16, next to FlashAttention-2 and cuDNN (both through SDPA),
-    FlexAttention and plain eager attention, in bursts after a rest. With `--features` as well: the time of dropout, softcap,
+    With `--device cuda`: TFLOP/s on a grid of 36 problems in bf16, next to our portable kernels
+    (triton), FlashAttention-2 (flash) and cuDNN, both through SDPA, FlexAttention and plain eager attention, in bursts after
+    a rest. With `--features` as well: the time of dropout, softcap,
     ALiBi, bias, documents, packed sequences, windows and others over that of the plain causal kernel (16 heads of 128), also
     per FLOP that their masks leave.
 

@@ -16,6 +16,7 @@ from rich.progress import Progress
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+import tilewise
 from tilewise.cli import measure
 from tilewise.cli.output import console, figure_file, short, stderr, table
 from tilewise.cli.problems import Shape, ours
@@ -23,7 +24,7 @@ from tilewise.cli.problems import Shape, ours
 TOKENS, HIDDEN = 16384, 2048
 IDLE, BURST = 0.12, 0.025  # seconds: without idling the power limit decides who is fast
 PASSES = {"forward": 1.0, "backward": 2.5}  # FLOPs of a pass, in those of the forward pass
-OURS = "tilewise"
+OURS, PORTABLE = "tilewise", "triton"
 
 #: B x S = 16,384 tokens, H x D = 2048: the grid of the FlashAttention papers.
 GRID = tuple(
@@ -70,8 +71,13 @@ def _eager(shape: Shape) -> Callable[..., Tensor]:
     return attention
 
 
-#: What we compare with: functions of q, k, v in (B, H, S, D).
+def _portable(shape: Shape) -> Callable[..., Tensor]:
+    return lambda q, k, v: tilewise.attention(q, k, v, causal=shape.causal, layout="bhsd", backend="triton")
+
+
+#: What we compare with: functions of q, k, v in (B, H, S, D). One is our own: what GPUs that are not Hopper's get.
 PEERS: dict[str, Callable[[Shape], Callable[..., Tensor]]] = {
+    PORTABLE: _portable,
     "flash": _sdpa(SDPBackend.FLASH_ATTENTION),
     "cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
     "flex": _flex,
@@ -99,7 +105,7 @@ def bench(
                 q, k, v, do = (
                     torch.randn(shape.B, shape.S, shape.H, shape.D, device="cuda", dtype=dtype) for _ in "qkvo"
                 )
-                complaint = _check(shape, q, k, v, do)
+                complaint = _check(shape, peers, q, k, v, do)
                 if complaint:
                     refused.append(f"{shape} {short(dtype)}: {complaint}")
                     stderr.print(f"refused: {refused[-1]}", style="bold red", markup=False)
@@ -116,20 +122,23 @@ def _data(results: list[dict[str, Any]], refused: list[str], peers: Sequence[str
     return about | {"refused": refused, "geometric_means": _means(results, peers), "results": results}
 
 
-def _check(shape: Shape, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> str:
+def _check(shape: Shape, peers: Sequence[str], q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> str:
     """What is wrong with our outputs and gradients of one head, against dense attention in float64; "" if nothing.
 
     By the rule of `tilewise.testing`: at most twice the error of dense attention in the dtype itself.
     """
     eager, mine = _eager(shape), ours(shape)
-    found = _with_gradients(lambda *x: mine(*(t.transpose(1, 2) for t in x)).transpose(1, 2), q, k, v, do)
+    found = {OURS: _with_gradients(lambda *x: mine(*(t.transpose(1, 2) for t in x)).transpose(1, 2), q, k, v, do)}
+    if PORTABLE in peers:
+        found[PORTABLE] = _with_gradients(_portable(shape), q, k, v, do)
     exact = _with_gradients(eager, *(t.double() for t in (q, k, v, do)))
     dense = _with_gradients(eager, q, k, v, do)
-    for name, x, y, ref in zip(("o", "dq", "dk", "dv"), found, dense, exact, strict=True):
-        limit = 2 * (y.double() - ref).abs().max() + 2 * torch.finfo(q.dtype).eps * ref.abs().max()
-        error = (x.double() - ref).abs().max()
-        if not error <= limit:
-            return f"{name} is off by {error:.3g}, more than {limit:.3g}"
+    for who, tensors in found.items():
+        for name, x, y, ref in zip(("o", "dq", "dk", "dv"), tensors, dense, exact, strict=True):
+            limit = 2 * (y.double() - ref).abs().max() + 2 * torch.finfo(q.dtype).eps * ref.abs().max()
+            error = (x.double() - ref).abs().max()
+            if not error <= limit:
+                return f"{name} of {who} is off by {error:.3g}, more than {limit:.3g}"
     return ""
 
 
@@ -183,14 +192,15 @@ def burst(function: Callable[[], Any]) -> float:
 
 
 def _means(results: Sequence[dict[str, Any]], peers: Sequence[str]) -> dict[str, float]:
-    """Geometric means of our rate over each peer's, by pass."""
+    """Geometric means of our rates over each peer's, by pass."""
     found = {}
     for name in PASSES:
-        for peer in peers:
-            rates = [r["tflops"] for r in results if r["pass"] == name and peer in r["tflops"]]
-            if rates:
-                logs = [math.log(rate[OURS] / rate[peer]) for rate in rates]
-                found[f"{name} over {peer}"] = math.exp(sum(logs) / len(logs))
+        for who, title in ((OURS, name), (PORTABLE, f"{name} of {PORTABLE}")):
+            for peer in peers:
+                rates = [r["tflops"] for r in results if r["pass"] == name and {who, peer} <= r["tflops"].keys()]
+                if rates and who != peer:
+                    logs = [math.log(rate[who] / rate[peer]) for rate in rates]
+                    found[f"{title} over {peer}"] = math.exp(sum(logs) / len(logs))
     return found
 
 
@@ -199,7 +209,7 @@ def _show(results: Sequence[dict[str, Any]], peers: Sequence[str]) -> None:
     rows = []
     for r in results:
         rates = r["tflops"]
-        best = max((rates[peer] for peer in peers if peer in rates), default=math.nan)
+        best = max((rates[peer] for peer in peers if peer in rates and peer != PORTABLE), default=math.nan)
         shown = [f"{rates[who]:.0f}" if who in rates else "-" for who in (OURS, *peers)]
         rows.append((r["shape"], r["dtype"], r["pass"], *shown, f"{rates[OURS] / best:.2f}x"))
     console.print(table("TFLOP/s, bursts after a rest, in turns", columns, rows, left=3))
