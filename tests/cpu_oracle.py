@@ -107,5 +107,7 @@ def assert_close(name: str, ours: Tensor, exact: Tensor, dense: Tensor) -> None:
     slack = (16 if dense.dtype == F64 else MAX_EPS) * torch.finfo(ours.dtype).eps * exact[finite].abs().max()
     allowed = MAX_RATIO * dense_err.max() + slack
     assert ours_err.max() <= allowed, f"{name}: {ours_err.max():.3e}, dense {dense_err.max():.3e}"
+    if len(ours_err) < 16:  # a mean over so few is the largest error again, under a stricter ratio
+        return
     rms, dense_rms = (e.square().mean().sqrt() for e in (ours_err, dense_err))
     assert rms <= RMS_RATIO * dense_rms + slack, f"{name}: rms {rms:.3e}, dense {dense_rms:.3e}"

@@ -64,7 +64,7 @@ REFUSALS = [
     ("batch", {"q": _t(3, 5, 4, 8)}, ValueError, ("share the batch size", "(3, 5, 4, 8)")),
     ("head_dim_0", {"q": _t(2, 5, 4, 0), "k": _t(2, 7, 2, 0)}, ValueError, ("head dim", "1..576", "got 0")),
     ("head_dim_577", {"q": _t(2, 5, 4, 577), "k": _t(2, 7, 2, 577)}, ValueError, ("1..576", "got 577")),
-    ("dv_513", {"v": _t(2, 7, 2, 513)}, ValueError, ("head dim of v", "got 513")),
+    ("dv_577", {"v": _t(2, 7, 2, 577)}, ValueError, ("head dim of v", "got 577")),
     ("layout", {"layout": "sbhd"}, ValueError, ("layout", "bshd", "'sbhd'")),
     ("causal_word", {"causal": "upper"}, ValueError, ("causal", "top_left", "'upper'")),
     ("causal_number", {"causal": 2}, ValueError, ("causal", "True", "2")),

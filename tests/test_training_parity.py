@@ -27,7 +27,7 @@ LONG = os.environ.get("TILEWISE_LONG") == "1"
 VOCAB, HALF, STEPS, LR = (64, 128, 500, 2e-3) if LONG else (32, 32, 150, 1e-2)
 CONFIG = TrainConfig(layers=2, heads=2, width=64, context=2 * HALF, batch=16, steps=STEPS, lr=LR, warmup=10)
 FIFTHS = 5
-CONTROL_FACTOR, MUTANT_FACTOR = 3, 100
+CONTROL_FACTOR, MUTANT_FACTOR = 3, 30  # mutants: 80 to 200 times what is allowed, by processor
 FLOOR = 4 * float(np.spacing(np.float32(np.log(VOCAB))))  # ulps of the loss of a model that knows nothing
 
 
