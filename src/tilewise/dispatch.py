@@ -76,6 +76,8 @@ def _gluon_lacks(problem: Problem) -> str | None:
     """What its copies (TMA) and its closed formulas of masks cannot do."""
     if min(problem.B, problem.total_q, problem.total_k) == 0:
         return "there are no rows or no keys"
+    if max(problem.total_q * problem.H, 2 * problem.total_k) >= 2**31:
+        return "rows and keys are too many for 32-bit numbers"
     if problem.D % 8 or problem.Dv % 8:
         return f"head dims {problem.D}, {problem.Dv} are not multiples of 8"
     if any(term.name == "prefix" and term.tensors for term in problem.spec.mask):

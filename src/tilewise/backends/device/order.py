@@ -26,7 +26,8 @@ def heads_together(call: Lowered, rows: int, x: torch.Tensor, y: torch.Tensor, s
         return 1
     streamed = rows * (x.shape[-1] + y.shape[-1]) * x.element_size()
     fitting = max(1, int(CACHE_SHARE * cache_bytes(call.device)) // max(1, streamed))
-    return (1 << (fitting.bit_length() - 1)) * sharing  # a power of two: the last heads are seldom fewer
+    together = (1 << (fitting.bit_length() - 1)) * sharing  # a power of two: the last heads are seldom fewer
+    return min(together, call.B * call.H)  # kernels multiply it by the number of tiles, in 32 bits
 
 
 @lru_cache(maxsize=16)

@@ -184,6 +184,16 @@ def own_tiles(GROUP: gl.constexpr, queue, item, interval, BLOCK_N: gl.constexpr)
 
 
 @gluon.jit
+def finish(base, total, sinks, h):
+    """(lse, what normalises the output) of each row."""
+    sums = gl.convert_layout(gl.sum(total, 1), base.type.layout)
+    if sinks is not None:
+        return finish_softmax(base, sums, gl.load(sinks + h))
+    else:
+        return finish_softmax(base, sums, None)
+
+
+@gluon.jit
 def write(GROUP: gl.constexpr, o_desc, lse, max_logit, notes, shared, item, acc, norm, row_lse, top):
     """o = norm acc, lse and the largest score; rows whose o is not finite are noted, they need `repair`."""
     queue = shared.queue
@@ -216,7 +226,6 @@ def consume(
     """64 rows of every tile: o = softmax(scores(q k^T)) v."""
     BLOCK_DV: gl.constexpr = shared.out.shape[len(shared.out.shape) - 1]
     O_LAYOUT: gl.constexpr = product_layout(BLOCK_DV)
-    LINE: gl.constexpr = gl.SliceLayout(1, product_layout(CFG.block_n))
     queue, queries, values = shared.queue, shared.queries, shared.values
     q = queries.tile(GROUP)
     if GROUP == CFG.groups - 1:
@@ -257,11 +266,7 @@ def consume(
         values.wait(at)
         operand = unpacked(p, values.tiles.dtype, gl.DotOperandLayout(0, O_LAYOUT, 2))
         acc = warpgroup_mma(operand, values.tile(at), acc, is_async=True)
-        sums = gl.convert_layout(gl.sum(total, 1), LINE)
-        if sinks is not None:
-            row_lse, norm = finish_softmax(base, sums, gl.load(sinks + queue.word(item, H)))
-        else:
-            row_lse, norm = finish_softmax(base, sums, None)
+        row_lse, norm = finish(base, total, sinks, queue.word(item, H))
         tma.store_wait(0)  # the output before this one has left its place in shared memory
         acc, operand = warpgroup_mma_wait(0, [acc, operand])
         values.free(at)
