@@ -63,7 +63,10 @@ GLUON_VERSION = "3.6"  # of Triton: the language has changed in every release si
 def _gluon_requires() -> str | None:
     if (reason := _triton_requires()) is not None:
         return reason
-    version = importlib.metadata.version("triton")
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:  # PyTorch's nightly builds bring it under another name
+        version = "one of unknown version"
     if not version.startswith(GLUON_VERSION + "."):
         return f"its kernels are written for Triton {GLUON_VERSION}, found {version}"
     if not torch.cuda.is_available() or torch.version.cuda is None:

@@ -58,12 +58,16 @@ def padded(dim: int) -> int:
     return max(64, 1 << (dim - 1).bit_length())
 
 
+# Measured on one NVIDIA H200, 2026-11-30, bf16, 16,384 tokens, hidden size 2048, causal / full at 16K tokens; TFLOP/s.
+
+
 @lru_cache(maxsize=1024)
 def forward_config(D: int, Dv: int) -> ForwardConfig:
     """For tiles of the larger of the two head dims."""
     dim = max(padded(D), padded(Dv))
-    if dim == 64:
+    if dim == 64:  # 557 / 578; 4 stages 551 / 564 against 548 / 565 in another run
         return ForwardConfig(groups=3, block_n=128, stages=2, registers=160, early=False)
-    if dim == 128:
+    if dim == 128:  # 752 / 751
         return ForwardConfig(groups=2, block_n=128, stages=2, registers=240, early=True)
+    # 817 / 830; early off 796 / 811 and 240 registers 797 / 808 against 792 / 811 in another run
     return ForwardConfig(groups=2, block_n=64, stages=2, registers=232, early=True, shares_out=padded(D) == padded(Dv))

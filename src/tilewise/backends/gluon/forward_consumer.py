@@ -73,17 +73,26 @@ def own_rows(GROUP: gl.constexpr, queue, item, interval, LINE: gl.constexpr):
 
 
 @gluon.jit
+def hide(GROUP: gl.constexpr, s, j, queue, item, interval):
+    """The scores with -inf where a row of this consumer does not see a key of tile j."""
+    start = j * s.type.shape[1]
+    rows = own_rows(GROUP, queue, item, interval, gl.SliceLayout(1, s.type.layout))
+    if has_low(interval):
+        return keep_columns(s, rows.lo - start, rows.hi - start)
+    else:
+        return keep_columns(s, None, rows.hi - start)
+
+
+@gluon.jit
 def tile_scores(GROUP: gl.constexpr, product, j, masked, queue, item, interval, scoring):
     """The scores of this consumer's rows and key tile j."""
-    start = j * product.type.shape[1]
     rows = own_rows(GROUP, queue, item, interval, gl.SliceLayout(1, product.type.layout))
-    s, _ = scores(product, scoring, down(rows), columns_from(start, product), 0)
-    if masked:
-        rows = own_rows(GROUP, queue, item, interval, gl.SliceLayout(1, product.type.layout))
-        if has_low(interval):  # noqa: SIM108  known at compile time, which a conditional expression does not see
-            s = keep_columns(s, rows.lo - start, rows.hi - start)
-        else:
-            s = keep_columns(s, None, rows.hi - start)
+    s, _ = scores(product, scoring, down(rows), columns_from(j * product.type.shape[1], product), 0)
+    if scoring.cap is not None:  # beside a tanh selecting costs nothing, and a branch costs registers
+        s = hide(GROUP, s, j, queue, item, interval)
+    else:
+        if masked:
+            s = hide(GROUP, s, j, queue, item, interval)
     return s
 
 
