@@ -1,7 +1,9 @@
-"""From recomputed scores to gradients, on one tile: shared by all backward kernels."""
+"""From recomputed scores to gradients, on one tile: shared by all backward kernels. And the sinks' gradient, on the host."""
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .scoremods import drop, hide, scores
 from .seqinfo import rows_at
@@ -63,3 +65,11 @@ def score_gradients(product, dp, scoring, rows, key, k_len, lse2, delta, partial
     if CLEAN:
         ds = tl.where(s == -float("inf"), 0.0, ds)
     return weight, ds, slope
+
+
+def sink_gradient(sinks: Tensor | None, lse: Tensor, minus_delta: Tensor) -> Tensor:
+    """d loss / d sink = -sum over rows of p_sink delta, with p_sink = exp(sink - lse)."""
+    assert sinks is not None
+    p = torch.where(lse == -torch.inf, 0.0, torch.exp(sinks[:, None] - lse))
+    share = (p * minus_delta).sum(-1)
+    return share if share.dim() == 1 else share.sum(0)
