@@ -58,6 +58,12 @@ def meet():
 
 
 @gluon.jit
+def unknown_zero():
+    """0, but the compiler does not know: what lies there has no address to keep for each of its parts, over the whole loop."""
+    return gl.inline_asm_elementwise("mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def columns_of(x, like):
     """A number of each column as a whole tile."""
     whole, _ = gl.broadcast(x[None, :], like)
@@ -134,8 +140,8 @@ def make_shared(q_desc, k_desc, v_desc, do_desc, start_desc, delta_desc, dq_desc
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(CFG.swizzle, 16, 2)
     q = make_row_tiles(q_desc, start_desc, CFG.stages, CFG.frees)
     do = make_row_tiles(do_desc, delta_desc, CFG.stages, CFG.frees)
-    k = gl.allocate_shared_memory(DTYPE, k_desc.block_type.shape, k_desc.layout)
-    v = gl.allocate_shared_memory(DTYPE, v_desc.block_type.shape, v_desc.layout)
+    k = gl.allocate_shared_memory(DTYPE, [1] + k_desc.block_type.shape, k_desc.layout)
+    v = gl.allocate_shared_memory(DTYPE, [1] + v_desc.block_type.shape, v_desc.layout)
     weights = gl.allocate_shared_memory(DTYPE, [2, CFG.block_n, CFG.block_m], LAYOUT)
     if CFG.wide:
         return Shared(q, do, k, v, make_barriers(1, 1), weights, q.ring.tiles)
@@ -190,8 +196,8 @@ def produce(
         first, early, masked, full_first, full_last = row_sweep(interval, j * BLOCK_N, q_len, k_len, shift, BLOCK_M, BLOCK_N)
         full = shared.keys_full.index(0)
         mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_desc, tma_start(k_desc, b, hkv, k_start, k_len, j * BLOCK_N), full, shared.k)
-        tma.async_copy_global_to_shared(v_desc, tma_start(v_desc, b, hkv, k_start, k_len, j * BLOCK_N), full, shared.v)
+        tma.async_copy_global_to_shared(k_desc, tma_start(k_desc, b, hkv, k_start, k_len, j * BLOCK_N), full, shared.k.index(0))
+        tma.async_copy_global_to_shared(v_desc, tma_start(v_desc, b, hkv, k_start, k_len, j * BLOCK_N), full, shared.v.index(0))
         at = 0
         for h in range(hkv * call.group, (hkv + 1) * call.group):
             row = sum_row(lengths, b, h, q_start, call)

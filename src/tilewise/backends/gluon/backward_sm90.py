@@ -64,14 +64,14 @@ def write_wide(GROUP: gl.constexpr, shared, dk, dv, dk_desc, dv_desc, b, hkv, k_
     DTYPE: gl.constexpr = shared.q.ring.tiles.dtype
     PART: gl.constexpr = dk.type.shape[1]
     start = tma_start(dk_desc, b, hkv, k_start, k_len, key)
-    shared.k.reshape([KEYS, 2 * PART]).slice(GROUP * PART, PART, dim=1).store(dk.to(DTYPE))
-    shared.v.reshape([KEYS, 2 * PART]).slice(GROUP * PART, PART, dim=1).store(dv.to(DTYPE))
+    shared.k.index(0).reshape([KEYS, 2 * PART]).slice(GROUP * PART, PART, dim=1).store(dk.to(DTYPE))
+    shared.v.index(0).reshape([KEYS, 2 * PART]).slice(GROUP * PART, PART, dim=1).store(dv.to(DTYPE))
     fence_async_shared()
     meet()
     if GROUP == 0:
-        write(dk_desc, start, shared.k)
+        write(dk_desc, start, shared.k.index(0))
     else:
-        write(dv_desc, start, shared.v)
+        write(dv_desc, start, shared.v.index(0))
     tma.store_wait(0)
 
 

@@ -12,7 +12,7 @@ from tilewise.backends.device.scoremods import scores
 from tilewise.backends.device.seqinfo import key_interval
 from tilewise.backends.device.structs import Rows
 
-from .backward_parts import add_to, columns_of, meet
+from .backward_parts import add_to, columns_of, meet, unknown_zero
 from .registers import halves, joined
 
 NO_ROW = gl.constexpr(2**31 - 1)  # larger than every row
@@ -98,7 +98,8 @@ def narrow_step(
     HALVES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     q, do = shared.q.ring.tile(at), shared.do.ring.tile(at)
-    k, v = shared.k.reshape([2 * KEYS, D]), shared.v.reshape([2 * KEYS, D])
+    zero_at = unknown_zero()
+    k, v = shared.k.index(zero_at).reshape([2 * KEYS, D]), shared.v.index(zero_at).reshape([2 * KEYS, D])
     s, dp = start_products(
         shared, at, k.slice(GROUP * KEYS, KEYS), v.slice(GROUP * KEYS, KEYS), zero, scoring, 0
     )
@@ -172,7 +173,8 @@ def wide_step(
     PART: gl.constexpr = dk.type.shape[1]
     DTYPE: gl.constexpr = shared.q.ring.tiles.dtype
     q, do = shared.q.ring.tile(at), shared.do.ring.tile(at)
-    k, v = shared.k.reshape([KEYS, 2 * PART]), shared.v.reshape([KEYS, 2 * PART])
+    zero_at = unknown_zero()
+    k, v = shared.k.index(zero_at).reshape([KEYS, 2 * PART]), shared.v.index(zero_at).reshape([KEYS, 2 * PART])
     s, dp = start_products(shared, at, k, v, zero, scoring, GROUP * ROWS)
     s = warpgroup_mma_wait(1, [s])
     x, slope = exponents(
