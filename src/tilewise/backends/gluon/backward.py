@@ -11,13 +11,13 @@ from tilewise.backends.base import Grads, Needs
 from tilewise.backends.device.gradients import sink_gradient
 from tilewise.backends.device.launch import Launcher, layout_key
 from tilewise.backends.device.lower import LOG2E, Lowered, per_row, strided
+from tilewise.backends.device.order import heads_together, multiprocessors
 from tilewise.tiles import cdiv
 
-from .backward_parts import ALIGNED, Shape
 from .backward_repair import repair_kernel
-from .backward_rows import ROWS, finish_kernel, prepare_kernel
+from .backward_rows import ALIGNED, ROWS, Shape, finish_kernel, prepare_kernel
 from .backward_sm90 import backward_kernel
-from .configs import ROW_CACHE_BYTES, BackwardConfig, backward_config, multiprocessors, options, padded
+from .configs import BackwardConfig, backward_config, options, padded
 from .descriptors import boxes
 
 _prepare, _backward, _finish, _repair = Launcher(), Launcher(), Launcher(), Launcher()
@@ -37,26 +37,14 @@ def backward(
     dq, dk, dv = (new(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     launch = _Launch(q, k, v, do, lse, (dq, dk, dv), call, config)
     if needs.dsinks and call.varlen:  # the gradient is a sum over rows, also over those between sequences
-        launch.start.zero_(), launch.delta.zero_()
+        launch.minus_lse.zero_()
+        launch.minus_delta.zero_()
     launch.prepare(o, dlse)
     launch.sum()
     launch.finish()
     launch.repair()
     found = [x if needed else None for x, needed in ((dq, needs.dq), (dk, needs.dk), (dv, needs.dv))]
     return Grads(*found, dsinks=launch.dsinks() if needs.dsinks else None)
-
-
-def together(call: Lowered, group: int, q: Tensor, v: Tensor) -> int:
-    """Kv heads whose work is done side by side.
-
-    Where key tiles are seen by different numbers of rows, those seen by the most go first, so that programs end together:
-    of as many heads as have q, do and the sum of dq in the L2 cache. Elsewhere one head after the other.
-    """
-    if call.interval.right is None and call.interval.prefix is None and not call.varlen:
-        return 1
-    row = (q.shape[-1] + v.shape[-1]) * q.element_size() + q.shape[-1] * 4
-    fitting = max(1, ROW_CACHE_BYTES // (call.lengths.max_q * row * group))
-    return min(call.B * call.H // group, 1 << (fitting.bit_length() - 1))
 
 
 class _Launch:
@@ -75,13 +63,14 @@ class _Launch:
             (0, (lengths.total_q // ALIGNED.value + call.B) * ALIGNED.value) if call.varlen else (call.H * aligned, aligned)
         )
         group = call.H // heads_kv
+        together = heads_together(call, 2 * group * lengths.max_q, q, v)  # twice: the sum of dq is streamed, too
         self.shape = Shape(
-            call.H, heads_kv, group, cdiv(lengths.max_k, config.block_n), together(call, group, q, v), call.B * heads_kv,
-            batch_rows, head_rows,
+            call.H, heads_kv, group, cdiv(lengths.max_k, config.block_n), together, call.B * heads_kv, batch_rows,
+            head_rows,
         )  # fmt: skip
         rows = max(call.H * head_rows, call.B * batch_rows)
         new = lse.new_empty
-        self.dq_sum, self.start, self.delta = new((rows, q.shape[-1])), new(rows), new(rows)
+        self.dq_sum, self.minus_lse, self.minus_delta = new((rows, q.shape[-1])), new(rows), new(rows)
         self.row_tiles = aligned // ROWS
         self.row_notes = self.row_tiles * call.H * call.B
         key_notes = self.shape.all_heads * self.shape.tiles * 2
@@ -96,16 +85,11 @@ class _Launch:
         D, DV = self.q.shape[-1], self.v.shape[-1]
         return D, DV, padded(D), padded(DV)
 
-    @property
-    def unit(self) -> float:
-        """Of `start` over lse: of the product q k, from which it is subtracted at once, or of log2 where modifiers intervene."""
-        scoring = self.call.scoring
-        return LOG2E if scoring.scale is not None else -LOG2E / scoring.factor
-
     def prepare(self, o: Tensor, dlse: Tensor | None) -> None:
         args = (
-            strided(o), strided(self.do), None if dlse is None else per_row(dlse), per_row(self.lse), self.start,
-            self.delta, self.dq_sum, self.call.lengths, self.unit, self.row_tiles, *self.shape, *self.widths, ROWS,
+            strided(o), strided(self.do), None if dlse is None else per_row(dlse), per_row(self.lse),
+            self.minus_lse, self.minus_delta, self.dq_sum, self.call.lengths, self.call.scoring, self.row_tiles,
+            *self.shape, *self.widths, ROWS,
         )  # fmt: skip
         _prepare.start(prepare_kernel, (self.key, layout_key(o, dlse)), self.row_notes, args, {"num_warps": 4})
 
@@ -119,7 +103,7 @@ class _Launch:
         args = (
             boxes(self.q, config.block_m, columns), boxes(self.k, config.block_n, columns),
             boxes(self.v, config.block_n, columns), boxes(self.do, config.block_m, columns),
-            *(TensorDescriptor.from_tensor(x, [config.block_m], line) for x in (self.start, self.delta)),
+            *(TensorDescriptor.from_tensor(x, [config.block_m], line) for x in (self.minus_lse, self.minus_delta)),
             TensorDescriptor.from_tensor(self.dq_sum, share, shares), boxes(self.dk, keys, columns),
             boxes(self.dv, keys, columns), self.broken_keys, call.lengths, call.interval, call.scoring,
             call.bound.softmax_scale, *self.shape, config,
@@ -138,13 +122,14 @@ class _Launch:
     def repair(self) -> None:
         tensors = (self.q, self.k, self.v, self.do)
         args = (
-            *map(strided, tensors), per_row(self.lse), self.delta, *map(strided, (self.dq, self.dk, self.dv)),
+            *map(strided, tensors), self.minus_lse, self.minus_delta, *map(strided, (self.dq, self.dk, self.dv)),
             self.broken_rows, self.broken_keys, self.call.lengths, self.call.interval, self.call.scoring, self.call.bound.softmax_scale, self.row_tiles,
-            *self.shape, *self.widths, 2 if self.config.wide else 1,
+            *self.shape, *self.widths, ROWS, 2 if self.config.wide else 1,
         )  # fmt: skip
         grid = multiprocessors(self.q.device)
         _repair.start(repair_kernel, self.key, grid, args, {"num_warps": 8, "num_stages": 1})
 
     def dsinks(self) -> Tensor:
         shape = (-1, self.call.H, self.shape.head_rows) if not self.call.varlen else (self.call.H, self.shape.head_rows)
-        return sink_gradient(self.call.sinks, self.start.reshape(shape) / self.unit, -self.delta.reshape(shape))
+        lse = self.minus_lse * (-self.call.scoring.factor / LOG2E)
+        return sink_gradient(self.call.sinks, lse.reshape(shape), self.minus_delta.reshape(shape))

@@ -1,8 +1,5 @@
 """What the backward kernels for Hopper share: memory, the producer, the order of work, scores of a transposed tile."""
 
-from typing import NamedTuple
-
-import triton
 from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -10,38 +7,12 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
-from tilewise.backends.device.portable import cdiv, kv_tile_range
-from tilewise.backends.device.seqinfo import key_interval, sequence
+from tilewise.backends.device.portable import cdiv, work_order
+from tilewise.backends.device.rows import row_tiles
+from tilewise.backends.device.seqinfo import sequence
 
+from .backward_rows import sum_row
 from .pipeline import Ring, await_turn, make_barriers, make_ring, tma_start
-
-
-ALIGNED = gl.constexpr(128)  # rows: a multiple of every tile's
-
-
-class Shape(NamedTuple):
-    """Numbers of a call that the kernels need beside the lengths."""
-
-    heads: int
-    heads_kv: int
-    group: int  # query heads of one kv head
-    tiles: int  # key tiles of a sequence
-    together: int  # kv heads whose rows fit in the L2 cache
-    all_heads: int  # kv heads of all sequences
-    batch_rows: int  # see `sum_row`
-    head_rows: int
-
-
-UNSPECIALIZED = (*(name for name in Shape._fields if name != "group"), "row_tiles")  # a group of 1 needs no loop over heads
-
-
-@triton.jit
-def sum_row(lengths, b, h, q_start, call):
-    """The first row of a sequence and head in tensors of our own: there sequences begin at multiples of ALIGNED rows."""
-    row = b * call.batch_rows + h * call.head_rows
-    if lengths.cu_q is not None:
-        row += (q_start // ALIGNED + b) * ALIGNED
-    return row
 
 
 @builtin
@@ -135,10 +106,10 @@ class Shared:
 
 
 @gluon.jit
-def make_shared(q_desc, k_desc, v_desc, do_desc, start_desc, delta_desc, dq_desc, CFG: gl.constexpr):
+def make_shared(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, CFG: gl.constexpr):
     DTYPE: gl.constexpr = q_desc.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(CFG.swizzle, 16, 2)
-    q = make_row_tiles(q_desc, start_desc, CFG.stages, CFG.frees)
+    q = make_row_tiles(q_desc, lse_desc, CFG.stages, CFG.frees)
     do = make_row_tiles(do_desc, delta_desc, CFG.stages, CFG.frees)
     k = gl.allocate_shared_memory(DTYPE, [1] + k_desc.block_type.shape, k_desc.layout)
     v = gl.allocate_shared_memory(DTYPE, [1] + v_desc.block_type.shape, v_desc.layout)
@@ -152,29 +123,22 @@ def make_shared(q_desc, k_desc, v_desc, do_desc, start_desc, delta_desc, dq_desc
 
 @gluon.jit
 def key_tile(place, call):
-    """(key tile, b, hkv): in groups of heads whose rows fit in the L2 cache, the first keys first: causal rows see more of them."""
-    begin = place // (call.together * call.tiles) * call.together
-    within = place - begin * call.tiles
-    count = gl.minimum(call.together, call.all_heads - begin)
-    head = begin + within % count
-    return within // count, head // call.heads_kv, head % call.heads_kv
+    """(key tile, b, hkv): the first keys first, which under a causal mask are seen by the most rows."""
+    j, head = work_order(place, call.tiles, call.all_heads, call.together)
+    return j, head // call.heads_kv, head % call.heads_kv
 
 
 @gluon.jit
-def row_sweep(interval, key, q_len, k_len, shift, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """(first, early, masked, full_first, full_last) of the row tiles that see the tile of keys from `key` on.
+def row_sweep(interval, j, q_len, k_len, shift, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(first, early, masked, full_first, full_last) of the row tiles that see key tile j.
 
-    `masked` tiles need masking: `early` of them before the full ones. No bound ever decreases from key to key, so the
-    first key and the last say all. Where keys are missing, every tile is masked: p of a key of zeros may be infinite.
+    `masked` tiles need masking: `early` of them before the full ones. Where rows are missing, none does on their account:
+    they start from -inf. Where keys are missing, every tile does: p of a key of zeros may be infinite.
     """
-    last_key = gl.minimum(key + BLOCK_N, k_len) - 1
-    end = cdiv(q_len, BLOCK_M) * BLOCK_M
-    lo_min, hi_min = key_interval(interval, key, key < k_len, shift, end)
-    lo_max, hi_max = key_interval(interval, last_key, key < k_len, shift, end)
-    span = kv_tile_range(lo_min, lo_max, hi_min, hi_max, BLOCK_M)
-    full_last = gl.where(key + BLOCK_N > k_len, span.full_first, span.full_last)
-    early = span.full_first - span.first
-    return span.first, early, early + span.last - full_last, span.full_first, full_last
+    walk = row_tiles(j, 0, 0, cdiv(q_len, BLOCK_M) * BLOCK_M, k_len, shift, interval, None, BLOCK_M, BLOCK_N)
+    full_last = gl.where((j + 1) * BLOCK_N > k_len, walk.full_first, walk.full_last)
+    early = walk.full_first - walk.first
+    return walk.first, early, early + walk.last - full_last, walk.full_first, full_last
 
 
 @gluon.jit
@@ -185,7 +149,7 @@ def tile_in(entry, first, early, full_first, full_last):
 
 @gluon.jit
 def produce(
-    shared, q_desc, k_desc, v_desc, do_desc, start_desc, delta_desc, lengths, interval, call, CFG: gl.constexpr
+    shared, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, lengths, interval, call, CFG: gl.constexpr
 ):
     """Start the copies: keys and values once, row tiles in the order in which consumers want them."""
     BLOCK_M: gl.constexpr = CFG.block_m
@@ -193,7 +157,7 @@ def produce(
     j, b, hkv = key_tile(gl.program_id(0), call)
     q_start, q_len, k_start, k_len, shift = sequence(lengths, b)
     if j * BLOCK_N < k_len:
-        first, early, masked, full_first, full_last = row_sweep(interval, j * BLOCK_N, q_len, k_len, shift, BLOCK_M, BLOCK_N)
+        first, early, masked, full_first, full_last = row_sweep(interval, j, q_len, k_len, shift, BLOCK_M, BLOCK_N)
         full = shared.keys_full.index(0)
         mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(k_desc, tma_start(k_desc, b, hkv, k_start, k_len, j * BLOCK_N), full, shared.k.index(0))
@@ -206,7 +170,7 @@ def produce(
                     entry < masked, tile_in(entry, first, early, full_first, full_last), full_first + entry - masked
                 )
                 shared.q.fill(
-                    at, q_desc, tma_start(q_desc, b, h, q_start, q_len, i * BLOCK_M), start_desc, row + i * BLOCK_M
+                    at, q_desc, tma_start(q_desc, b, h, q_start, q_len, i * BLOCK_M), lse_desc, row + i * BLOCK_M
                 )
                 shared.do.fill(
                     at, do_desc, tma_start(do_desc, b, h, q_start, q_len, i * BLOCK_M), delta_desc, row + i * BLOCK_M

@@ -10,7 +10,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from tilewise.backends.device.seqinfo import sequence
 
-from .backward_parts import UNSPECIALIZED, Shape, broken_sums, key_tile, make_shared, meet, produce, row_sweep, sum_row, tile_in
+from .backward_parts import broken_sums, key_tile, make_shared, meet, produce, row_sweep, tile_in
+from .backward_rows import UNSPECIALIZED, Shape, sum_row
 from .backward_steps import KEYS, narrow_step, wide_step
 from .pipeline import barriers_ready, tma_start
 
@@ -94,7 +95,7 @@ def consume(
         gl.store(note, 0)
     else:
         first, early, masked, full_first, full_last = row_sweep(
-            interval, key, q_len, k_len, shift, CFG.block_m, CFG.block_n
+            interval, j, q_len, k_len, shift, CFG.block_m, CFG.block_n
         )
         zero = gl.zeros([KEYS, ROWS], gl.float32, S_LAYOUT)
         dk = gl.zeros([KEYS, COLUMNS], gl.float32, K_LAYOUT)
@@ -126,15 +127,15 @@ def consume(
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, start_desc, delta_desc, dq_desc, dk_desc, dv_desc, broken, lengths, interval, scoring,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, broken, lengths, interval, scoring,
     softmax_scale, heads, heads_kv, group, tiles, together, all_heads, batch_rows, head_rows, CFG: gl.constexpr,
 ):  # fmt: skip
     """dv = p^T do, dk = scale ds^T q, dq = ds k with ds = p (do v^T - delta), p = exp(s - lse)."""
     call = Shape(heads, heads_kv, group, tiles, together, all_heads, batch_rows, head_rows)
-    shared = make_shared(q_desc, k_desc, v_desc, do_desc, start_desc, delta_desc, dq_desc, CFG)
+    shared = make_shared(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, CFG)
     barriers_ready()
     gl.warp_specialize([
         (consume, (0, shared, dq_desc, dk_desc, dv_desc, broken, lengths, interval, scoring, softmax_scale, call, CFG)),
         (consume, (1, shared, dq_desc, dk_desc, dv_desc, broken, lengths, interval, scoring, softmax_scale, call, CFG)),
-        (produce, (shared, q_desc, k_desc, v_desc, do_desc, start_desc, delta_desc, lengths, interval, call, CFG)),
+        (produce, (shared, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, lengths, interval, call, CFG)),
     ], [4, 1], [CFG.registers, CFG.producer_registers])  # fmt: skip

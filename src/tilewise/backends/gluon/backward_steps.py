@@ -43,10 +43,10 @@ def exponents(s, shared, at, b, h, row, key, q_len, k_len, shift, interval, scor
     n = key + gl.arange(0, s.type.shape[0], gl.SliceLayout(1, LAYOUT))
     index = row + column
     rows = Rows(b, h, index, index + shift, index < q_len, index, index, index, index)
-    x, slope = scores(s, scoring, rows, n[:, None], k_len, False)
+    x, slope = scores(s, scoring, rows, n[:, None], k_len)
     x = x * scoring.factor
     if scoring.scale is not None:
-        x = x - shared.q.number(at, FIRST, s.type)[None, :]
+        x = x + shared.q.number(at, FIRST, s.type)[None, :]
     if MASKED:
         x = gl.where(sees(column, row, n, q_len, k_len, shift, interval), x, -float("inf"))
     return x, slope

@@ -68,9 +68,15 @@ class BackwardConfig:
         if (self.block_m, self.block_n) not in ((64, 64), (64, 128), (128, 128)):
             raise ValueError(f"no kernel has tiles of {self.block_m} rows and {self.block_n} keys")
 
-    max_registers = ForwardConfig.max_registers
-    producer_registers = ForwardConfig.producer_registers
-    groups = 2
+    @property
+    def max_registers(self) -> int:
+        """Registers of each thread at the start: of 65,536, for three warpgroups, a multiple of 8."""
+        return 168
+
+    @property
+    def producer_registers(self) -> int:
+        """Of a producer's thread: what consumers leave."""
+        return 3 * self.max_registers - 2 * self.registers
 
     @property
     def wide(self) -> bool:
