@@ -51,12 +51,14 @@ def score_gradients(product, dp, scoring, rows, key, k_len, lse2, delta, partial
     """(p as it weighs the values, ds, d score / d product over scale), all shaped like `product`.
 
     `lse2` (in units of log2) and `delta` go off the scores and dp; `partial`: not every row sees every key. CLEAN keeps
-    NaN and Inf in dp of unseen keys out of ds.
+    NaN and Inf of unseen keys out of p and ds.
     """
     s, slope = scores(product, scoring, rows, key, k_len)
     if partial:
         s = hide(s, scoring, rows, key, k_len)
     p = tl.math.exp2(s * scoring.factor - lse2)
+    if CLEAN:
+        p = tl.where(s == -float("inf"), 0.0, p)  # lse of a row that sees a NaN is NaN
     weight = p
     if scoring.seed is not None:
         weight = drop(p, scoring, rows, key) * scoring.drop_scale

@@ -20,6 +20,7 @@ from .backward_sm90 import backward_kernel
 from .configs import BackwardConfig, backward_config, options, padded
 from .descriptors import boxes
 
+NOTES_READ = 32  # at a time, by each program
 _prepare, _backward, _finish, _repair = Launcher(), Launcher(), Launcher(), Launcher()
 
 
@@ -124,7 +125,8 @@ class _Launch:
         args = (
             *map(strided, tensors), self.minus_lse, self.minus_delta, *map(strided, (self.dq, self.dk, self.dv)),
             self.broken_rows, self.broken_keys, self.call.lengths, self.call.interval, self.call.scoring, self.call.bound.softmax_scale, self.row_tiles,
-            *self.shape, *self.widths, ROWS, 2 if self.config.wide else 1,
+            *self.shape, *self.widths, ROWS, NOTES_READ,
+            2 if self.config.wide else 1,
         )  # fmt: skip
         grid = multiprocessors(self.q.device)
         _repair.start(repair_kernel, self.key, grid, args, {"num_warps": 8, "num_stages": 1})

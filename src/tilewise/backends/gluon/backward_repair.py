@@ -87,22 +87,31 @@ def repair_dkdv(
 def repair_kernel(
     q, k, v, do, minus_lse, minus_delta, dq, dk, dv, broken_rows, broken_keys, lengths, interval, scoring, softmax_scale,
     note_tiles, heads, heads_kv, group, tiles, together, all_heads, batch_rows, head_rows, D: tl.constexpr,
-    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TILE: tl.constexpr, NOTES: tl.constexpr,
+    DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TILE: tl.constexpr, SCAN: tl.constexpr,
+    NOTES: tl.constexpr,
 ):  # fmt: skip
     """Sums the tiles that are noted again; NOTES notes belong to one key tile."""
     call = Shape(heads, heads_kv, group, tiles, together, all_heads, batch_rows, head_rows)
     row_notes, key_notes = note_tiles * heads * (all_heads // heads_kv), tiles * all_heads * 2
-    for note in range(tl.program_id(0), row_notes, tl.num_programs(0)):
-        if tl.load(broken_rows + note) > 0:
-            i, b, h = place_of(note, note_tiles, heads)
-            repair_dq(
-                i, b, h, q, k, v, do, minus_lse, minus_delta, dq, lengths, interval, scoring, softmax_scale, call, D, DV, BLOCK_D,
-                BLOCK_DV, TILE,
-            )  # fmt: skip
-    for note in range(tl.program_id(0), key_notes, tl.num_programs(0)):
-        if tl.load(broken_keys + note) > 0:
-            tile, head = note // NOTES % (tiles * 2 // NOTES), note // (tiles * 2)
-            repair_dkdv(
-                tile, head // heads_kv, head % heads_kv, q, k, v, do, minus_lse, minus_delta, dk, dv, lengths, interval,
-                scoring, softmax_scale, call, D, DV, BLOCK_D, BLOCK_DV, TILE,
-            )  # fmt: skip
+    # Notes are looked at many at a time: one after the other would take longer than the rest of the kernel.
+    scan = tl.arange(0, SCAN)
+    for first in range(tl.program_id(0) * SCAN, row_notes, tl.num_programs(0) * SCAN):
+        last = tl.minimum(first + SCAN, row_notes)
+        if tl.max(tl.load(broken_rows + first + scan, mask=first + scan < last, other=0), 0) > 0:
+            for note in range(first, last):
+                if tl.load(broken_rows + note) > 0:
+                    i, b, h = place_of(note, note_tiles, heads)
+                    repair_dq(
+                        i, b, h, q, k, v, do, minus_lse, minus_delta, dq, lengths, interval, scoring, softmax_scale, call,
+                        D, DV, BLOCK_D, BLOCK_DV, TILE,
+                    )  # fmt: skip
+    for first in range(tl.program_id(0) * SCAN, key_notes, tl.num_programs(0) * SCAN):
+        last = tl.minimum(first + SCAN, key_notes)
+        if tl.max(tl.load(broken_keys + first + scan, mask=first + scan < last, other=0), 0) > 0:
+            for note in range(first, last):
+                if tl.load(broken_keys + note) > 0:
+                    j, head = note // NOTES % (tiles * 2 // NOTES), note // (tiles * 2)
+                    repair_dkdv(
+                        j, head // heads_kv, head % heads_kv, q, k, v, do, minus_lse, minus_delta, dk, dv, lengths,
+                        interval, scoring, softmax_scale, call, D, DV, BLOCK_D, BLOCK_DV, TILE,
+                    )  # fmt: skip

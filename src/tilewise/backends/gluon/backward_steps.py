@@ -98,7 +98,7 @@ def narrow_step(
     HALVES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
     q, do = shared.q.ring.tile(at), shared.do.ring.tile(at)
-    zero_at = unknown_zero()
+    zero_at = unknown_zero(at)
     k, v = shared.k.index(zero_at).reshape([2 * KEYS, D]), shared.v.index(zero_at).reshape([2 * KEYS, D])
     s, dp = start_products(
         shared, at, k.slice(GROUP * KEYS, KEYS), v.slice(GROUP * KEYS, KEYS), zero, scoring, 0
@@ -173,7 +173,7 @@ def wide_step(
     PART: gl.constexpr = dk.type.shape[1]
     DTYPE: gl.constexpr = shared.q.ring.tiles.dtype
     q, do = shared.q.ring.tile(at), shared.do.ring.tile(at)
-    zero_at = unknown_zero()
+    zero_at = unknown_zero(at)
     k, v = shared.k.index(zero_at).reshape([KEYS, 2 * PART]), shared.v.index(zero_at).reshape([KEYS, 2 * PART])
     s, dp = start_products(shared, at, k, v, zero, scoring, GROUP * ROWS)
     s = warpgroup_mma_wait(1, [s])
