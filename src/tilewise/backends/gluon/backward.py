@@ -61,7 +61,9 @@ class _Launch:
         lengths, heads_kv = call.lengths, k.shape[-2]
         aligned = cdiv(lengths.max_q, ALIGNED.value) * ALIGNED.value
         batch_rows, head_rows = (
-            (0, (lengths.total_q // ALIGNED.value + call.B) * ALIGNED.value) if call.varlen else (call.H * aligned, aligned)
+            (0, (lengths.total_q // ALIGNED.value + call.B) * ALIGNED.value)
+            if call.varlen
+            else (call.H * aligned, aligned)
         )
         group = call.H // heads_kv
         together = heads_together(call, 2 * group * lengths.max_q, q, v)  # twice: the sum of dq is streamed, too
@@ -124,8 +126,8 @@ class _Launch:
         tensors = (self.q, self.k, self.v, self.do)
         args = (
             *map(strided, tensors), self.minus_lse, self.minus_delta, *map(strided, (self.dq, self.dk, self.dv)),
-            self.broken_rows, self.broken_keys, self.call.lengths, self.call.interval, self.call.scoring, self.call.bound.softmax_scale, self.row_tiles,
-            *self.shape, *self.widths, ROWS, NOTES_READ,
+            self.broken_rows, self.broken_keys, self.call.lengths, self.call.interval, self.call.scoring,
+            self.call.bound.softmax_scale, self.row_tiles, *self.shape, *self.widths, ROWS, NOTES_READ,
             2 if self.config.wide else 1,
         )  # fmt: skip
         grid = multiprocessors(self.q.device)

@@ -74,7 +74,7 @@ class RowTiles:
 
 @gluon.jit
 def make_row_tiles(desc, number_desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    numbers = gl.allocate_shared_memory(gl.float32, [STAGES] + number_desc.block_type.shape, number_desc.layout)
+    numbers = gl.allocate_shared_memory(gl.float32, [STAGES] + number_desc.block_type.shape, number_desc.layout)  # noqa: RUF005
     return RowTiles(make_ring(desc, STAGES, CONSUMERS), numbers)
 
 
@@ -111,13 +111,13 @@ def make_shared(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, 
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(CFG.swizzle, 16, 2)
     q = make_row_tiles(q_desc, lse_desc, CFG.stages, CFG.frees)
     do = make_row_tiles(do_desc, delta_desc, CFG.stages, CFG.frees)
-    k = gl.allocate_shared_memory(DTYPE, [1] + k_desc.block_type.shape, k_desc.layout)
-    v = gl.allocate_shared_memory(DTYPE, [1] + v_desc.block_type.shape, v_desc.layout)
+    k = gl.allocate_shared_memory(DTYPE, [1] + k_desc.block_type.shape, k_desc.layout)  # noqa: RUF005
+    v = gl.allocate_shared_memory(DTYPE, [1] + v_desc.block_type.shape, v_desc.layout)  # noqa: RUF005
     weights = gl.allocate_shared_memory(DTYPE, [2, CFG.block_n, CFG.block_m], LAYOUT)
     if CFG.wide:
         return Shared(q, do, k, v, make_barriers(1, 1), weights, q.ring.tiles)
     else:
-        dq = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)
+        dq = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)  # noqa: RUF005
         return Shared(q, do, k, v, make_barriers(1, 1), weights, dq)
 
 
@@ -148,9 +148,7 @@ def tile_in(entry, first, early, full_first, full_last):
 
 
 @gluon.jit
-def produce(
-    shared, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, lengths, interval, call, CFG: gl.constexpr
-):
+def produce(shared, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, lengths, interval, call, CFG: gl.constexpr):
     """Start the copies: keys and values once, row tiles in the order in which consumers want them."""
     BLOCK_M: gl.constexpr = CFG.block_m
     BLOCK_N: gl.constexpr = CFG.block_n
@@ -160,8 +158,12 @@ def produce(
         first, early, masked, full_first, full_last = row_sweep(interval, j, q_len, k_len, shift, BLOCK_M, BLOCK_N)
         full = shared.keys_full.index(0)
         mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_desc, tma_start(k_desc, b, hkv, k_start, k_len, j * BLOCK_N), full, shared.k.index(0))
-        tma.async_copy_global_to_shared(v_desc, tma_start(v_desc, b, hkv, k_start, k_len, j * BLOCK_N), full, shared.v.index(0))
+        tma.async_copy_global_to_shared(
+            k_desc, tma_start(k_desc, b, hkv, k_start, k_len, j * BLOCK_N), full, shared.k.index(0)
+        )
+        tma.async_copy_global_to_shared(
+            v_desc, tma_start(v_desc, b, hkv, k_start, k_len, j * BLOCK_N), full, shared.v.index(0)
+        )
         at = 0
         for h in range(hkv * call.group, (hkv + 1) * call.group):
             row = sum_row(lengths, b, h, q_start, call)

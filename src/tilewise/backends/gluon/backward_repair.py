@@ -13,6 +13,7 @@ from tilewise.backends.device.seqinfo import load_rows, rows_at, sequence, store
 
 from .backward_rows import UNSPECIALIZED, Shape, place_of, sum_row
 
+
 @triton.jit
 def finite(x):
     return tl.where(x * 0.0 == 0.0, x, 0.0).to(x.dtype)
@@ -45,7 +46,7 @@ def repair_dq(
         v_tile = load_rows(values, v.row, j * TILE, k_len, t, v_column, DV, False)
         s, dp = tl.dot(q_tile, tl.trans(k_tile)), tl.dot(do_tile, tl.trans(v_tile))
         key = (j * TILE + t)[None, :]
-        p, ds, slope = score_gradients(
+        _weight, ds, slope = score_gradients(
             s, dp, scoring, down(rows), key, k_len, lse2[:, None], row_delta[:, None], True, True
         )
         acc = tl.dot((ds * slope).to(k_tile.dtype), finite(k_tile), acc)
@@ -72,7 +73,10 @@ def repair_dkdv(
             do_tile = load_rows(rows_at(do, b, h, q_start), do.row, i * TILE, q_len, t, v_column, DV, False)
             lse2, row_delta = statistics_of(minus_lse, minus_delta, lengths, scoring, b, h, q_start, rows, call)
             sees = (lse2 < float("inf"))[:, None]
-            q_tile, do_tile = tl.where(sees, q_tile, 0.0).to(k_tile.dtype), tl.where(sees, do_tile, 0.0).to(k_tile.dtype)
+            q_tile, do_tile = (
+                tl.where(sees, q_tile, 0.0).to(k_tile.dtype),
+                tl.where(sees, do_tile, 0.0).to(k_tile.dtype),
+            )
             s, dp = tl.dot(k_tile, tl.trans(q_tile)), tl.dot(v_tile, tl.trans(do_tile))
             p, ds, slope = score_gradients(
                 s, dp, scoring, across(rows), key[:, None], k_len, lse2[None, :], row_delta[None, :], True, True

@@ -25,7 +25,10 @@ class Shape(NamedTuple):
     head_rows: int
 
 
-UNSPECIALIZED = (*(name for name in Shape._fields if name != "group"), "note_tiles")  # a group of 1 needs no loop over heads
+UNSPECIALIZED = (
+    *(name for name in Shape._fields if name != "group"),
+    "note_tiles",
+)  # a group of 1 needs no loop over heads
 
 
 @triton.jit
@@ -61,7 +64,9 @@ def prepare_kernel(
     y = load_rows(rows_at(do, b, h, q_start), do.row, i * ROWS, q_len, t, column, DV, False).to(tl.float32)
     row_delta = -tl.sum(x * y, 1)
     if dlse is not None:
-        row_delta += tl.load(rows_at(dlse, b, h, q_start) + tl.cast(row, tl.int64) * dlse.row, mask=row < q_len, other=0.0)
+        row_delta += tl.load(
+            rows_at(dlse, b, h, q_start) + tl.cast(row, tl.int64) * dlse.row, mask=row < q_len, other=0.0
+        )
     row_lse = tl.load(rows_at(lse, b, h, q_start) + row, mask=row < q_len, other=-float("inf"))
     at = tl.cast(sum_row(lengths, b, h, q_start, call), tl.int64) + row
     tl.store(minus_delta + at, row_delta)

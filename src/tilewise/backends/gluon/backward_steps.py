@@ -36,7 +36,9 @@ def start_products(shared, at, keys, values, zero, scoring, FIRST: gl.constexpr)
 
 
 @gluon.jit
-def exponents(s, shared, at, b, h, row, key, q_len, k_len, shift, interval, scoring, FIRST: gl.constexpr, MASKED: gl.constexpr):
+def exponents(
+    s, shared, at, b, h, row, key, q_len, k_len, shift, interval, scoring, FIRST: gl.constexpr, MASKED: gl.constexpr
+):
     """(log2 of p, d score / d product) of the keys from `key` on and the rows from `row` on, transposed."""
     LAYOUT: gl.constexpr = s.type.layout
     column = gl.arange(0, s.type.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
@@ -100,9 +102,7 @@ def narrow_step(
     q, do = shared.q.ring.tile(at), shared.do.ring.tile(at)
     zero_at = unknown_zero(at)
     k, v = shared.k.index(zero_at).reshape([2 * KEYS, D]), shared.v.index(zero_at).reshape([2 * KEYS, D])
-    s, dp = start_products(
-        shared, at, k.slice(GROUP * KEYS, KEYS), v.slice(GROUP * KEYS, KEYS), zero, scoring, 0
-    )
+    s, dp = start_products(shared, at, k.slice(GROUP * KEYS, KEYS), v.slice(GROUP * KEYS, KEYS), zero, scoring, 0)
     s = warpgroup_mma_wait(1, [s])
     x, slope = exponents(
         s, shared, at, b, h, row, key + GROUP * KEYS, q_len, k_len, shift, interval, scoring, 0, MASKED

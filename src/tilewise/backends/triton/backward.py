@@ -13,7 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.backends.base import Grads, Needs
-from tilewise.backends.device.gradients import load_statistics, score_gradients, score_start, sink_gradient, statistics, upstream_start
+from tilewise.backends.device.gradients import (
+    load_statistics,
+    score_gradients,
+    score_start,
+    sink_gradient,
+    statistics,
+    upstream_start,
+)
 from tilewise.backends.device.launch import Launcher, layout_key, tma
 from tilewise.backends.device.lower import Lowered, per_row, strided, visit
 from tilewise.backends.device.order import heads_together
