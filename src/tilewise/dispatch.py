@@ -93,7 +93,7 @@ def _gluon_lacks(problem: Problem) -> str | None:
 def _load_gluon() -> Backend:
     from tilewise.backends import gluon, triton  # noqa: PLC0415  only where a GPU call asks for it
 
-    return Composite(gluon.GluonForward(), triton.TritonBackend())
+    return Composite(gluon.GluonForward(), gluon.GluonBackward(triton.TritonBackend()))
 
 
 #: With TRITON_INTERPRET=1 Triton kernels run on CPU tensors, slowly: for debugging and tests.
@@ -113,7 +113,7 @@ BACKENDS: tuple[Capabilities, ...] = (
     ),
     Capabilities(
         name="gluon",
-        title="Hopper GPU (Gluon; backward: Triton)",
+        title="Hopper GPU (Gluon; repeatable gradients: Triton)",
         device="cuda",
         dtypes=(torch.bfloat16, torch.float16),
         max_head_dim=256,

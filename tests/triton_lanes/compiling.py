@@ -33,6 +33,7 @@ KERNELS = {
     "triton.backward": ("statistics_kernel", "dq_kernel", "dkdv_kernel"),
     "triton.bias_gradient": ("dbias_kernel",),
     "gluon.forward_sm90": ("forward_kernel",),
+    "gluon.backward": ("prepare_kernel", "backward_kernel", "finish_kernel", "repair_kernel"),
 }
 
 
@@ -116,6 +117,19 @@ def compile_hopper(inputs: Inputs) -> list:
     bound = bind(inputs)
     with compiling_for("sm_90") as found:
         forward(inputs.q, inputs.k, inputs.v, bound, *_longest(bound))
+    return found
+
+
+def compile_hopper_backward(inputs: Inputs) -> list:
+    """The same of its backward pass."""
+    backward = importlib.import_module("tilewise.backends.gluon.backward").backward
+    bound, q = bind(inputs), inputs.q
+    call = lower(q, inputs.k, bound, *_longest(bound))
+    o = torch.empty(*q.shape[:-1], inputs.v.shape[-1], dtype=q.dtype)
+    lse = torch.empty(call.lse_shape)
+    needs = Needs(True, True, True, False, False, bound.sinks is not None)
+    with compiling_for("sm_90") as found:
+        backward(torch.empty_like(o), None, q, inputs.k, inputs.v, o, lse, call, needs)
     return found
 
 

@@ -1,7 +1,9 @@
-"""From recomputed scores to gradients, on one tile: shared by all backward kernels."""
+"""From recomputed scores to gradients, on one tile: shared by all backward kernels. And the sinks' gradient, on the host."""
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .scoremods import drop, hide, scores
 from .seqinfo import rows_at
@@ -49,12 +51,14 @@ def score_gradients(product, dp, scoring, rows, key, k_len, lse2, delta, partial
     """(p as it weighs the values, ds, d score / d product over scale), all shaped like `product`.
 
     `lse2` (in units of log2) and `delta` go off the scores and dp; `partial`: not every row sees every key. CLEAN keeps
-    NaN and Inf in dp of unseen keys out of ds.
+    NaN and Inf of unseen keys out of p and ds.
     """
     s, slope = scores(product, scoring, rows, key, k_len)
     if partial:
         s = hide(s, scoring, rows, key, k_len)
     p = tl.math.exp2(s * scoring.factor - lse2)
+    if CLEAN:
+        p = tl.where(s == -float("inf"), 0.0, p)  # lse of a row that sees a NaN is NaN
     weight = p
     if scoring.seed is not None:
         weight = drop(p, scoring, rows, key) * scoring.drop_scale
@@ -63,3 +67,11 @@ def score_gradients(product, dp, scoring, rows, key, k_len, lse2, delta, partial
     if CLEAN:
         ds = tl.where(s == -float("inf"), 0.0, ds)
     return weight, ds, slope
+
+
+def sink_gradient(sinks: Tensor | None, lse: Tensor, minus_delta: Tensor) -> Tensor:
+    """d loss / d sink = -sum over rows of p_sink delta, with p_sink = exp(sink - lse)."""
+    assert sinks is not None
+    p = torch.where(lse == -torch.inf, 0.0, torch.exp(sinks[:, None] - lse))
+    share = (p * minus_delta).sum(-1)
+    return share if share.dim() == 1 else share.sum(0)

@@ -48,7 +48,52 @@ class ForwardConfig:
         return (self.groups + 1) * self.max_registers - self.groups * self.registers
 
 
-def options(config: ForwardConfig) -> dict[str, int]:
+@dataclass(frozen=True)
+class BackwardConfig:
+    """How the backward kernel divides its work between two consumer warpgroups.
+
+    Args:
+        block_m: rows of a tile, 64 or 128.
+        block_n: keys of a program: 128, or 64 in the wide form, in which consumers share them.
+        stages: row tiles in shared memory.
+        registers: of a consumer's thread, once the producer has given up its own.
+    """
+
+    block_m: int
+    block_n: int
+    stages: int = 2
+    registers: int = 240
+
+    def __post_init__(self):
+        if (self.block_m, self.block_n) not in ((64, 64), (64, 128), (128, 128)):
+            raise ValueError(f"no kernel has tiles of {self.block_m} rows and {self.block_n} keys")
+
+    @property
+    def max_registers(self) -> int:
+        """Registers of each thread at the start: of 65,536, for three warpgroups, a multiple of 8."""
+        return 168
+
+    @property
+    def producer_registers(self) -> int:
+        """Of a producer's thread: what consumers leave."""
+        return 3 * self.max_registers - 2 * self.registers
+
+    @property
+    def wide(self) -> bool:
+        return self.block_n == 64
+
+    @property
+    def frees(self) -> int:
+        """Consumers that free a row tile: in the wide form the one through whose rows its share of dq has left."""
+        return 1 if self.wide else 2
+
+    @property
+    def swizzle(self) -> int:
+        """Bytes, of ds in shared memory: its halves of 32 columns in the wide form are 64 bytes."""
+        return 64 if self.wide else 128
+
+
+def options(config: ForwardConfig | BackwardConfig) -> dict[str, int]:
     """What the compiler is told; `num_warps` counts those of one warpgroup, the kernel asks for the others itself."""
     return {"num_warps": 4, "maxnreg": config.max_registers}
 
@@ -71,3 +116,14 @@ def forward_config(D: int, Dv: int) -> ForwardConfig:
         return ForwardConfig(groups=2, block_n=128, stages=2, registers=240, early=True)
     # 817 / 830; early off 796 / 811 and 240 registers 797 / 808 against 792 / 811 in another run
     return ForwardConfig(groups=2, block_n=64, stages=2, registers=232, early=True, shares_out=padded(D) == padded(Dv))
+
+
+@lru_cache(maxsize=1024)
+def backward_config(D: int, Dv: int, plain: bool) -> BackwardConfig:
+    """For tiles of the larger of the two head dims; `plain`: nothing modifies the scores, which takes registers."""
+    dim = max(padded(D), padded(Dv))
+    if dim == 64:
+        return BackwardConfig(block_m=128 if plain else 64, block_n=128)
+    if dim == 128 and plain:
+        return BackwardConfig(block_m=64, block_n=128)
+    return BackwardConfig(block_m=64, block_n=64)

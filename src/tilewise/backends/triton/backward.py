@@ -13,7 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.backends.base import Grads, Needs
-from tilewise.backends.device.gradients import load_statistics, score_gradients, score_start, statistics, upstream_start
+from tilewise.backends.device.gradients import (
+    load_statistics,
+    score_gradients,
+    score_start,
+    sink_gradient,
+    statistics,
+    upstream_start,
+)
 from tilewise.backends.device.launch import Launcher, layout_key, tma
 from tilewise.backends.device.lower import Lowered, per_row, strided, visit
 from tilewise.backends.device.order import heads_together
@@ -244,16 +251,8 @@ def backward(
     bias_gradient = None
     if needs.dbias:
         bias_gradient = dbias(launch.inputs(), call, launch.group, by_rows, launch.shape(by_rows), launch.key(by_rows))
-    sinks = _sink_gradient(call.sinks, lse, minus_delta) if needs.dsinks else None
+    sinks = sink_gradient(call.sinks, lse, minus_delta) if needs.dsinks else None
     return Grads(dq, dk, dv, bias_gradient, None if dslopes is None else dslopes.sum(2), sinks)
-
-
-def _sink_gradient(sinks: Tensor | None, lse: Tensor, minus_delta: Tensor) -> Tensor:
-    """d loss / d sink = -sum over rows of p_sink delta, with p_sink = exp(sink - lse)."""
-    assert sinks is not None
-    p = torch.where(lse == -torch.inf, 0.0, torch.exp(sinks[:, None] - lse))
-    share = (p * minus_delta).sum(-1)
-    return share if share.dim() == 1 else share.sum(0)
 
 
 @dataclass(frozen=True)

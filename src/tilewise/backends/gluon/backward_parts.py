@@ -1,0 +1,186 @@
+"""What the backward kernels for Hopper share: memory, the producer, the order of work, scores of a transposed tile."""
+
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.core import _aggregate as aggregate
+
+from tilewise.backends.device.portable import cdiv, work_order
+from tilewise.backends.device.rows import row_tiles
+from tilewise.backends.device.seqinfo import sequence
+
+from .backward_rows import sum_row
+from .pipeline import Ring, await_turn, make_barriers, make_ring, tma_start
+
+
+@builtin
+def add_to(desc, start, tile, _semantic=None):
+    """Have the copy engine add a tile in shared memory to the box of `desc` at `start`. Triton 3.6 has no name for it."""
+    start = _semantic._convert_to_ir_values(start, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, start, tile.handle)
+
+
+@gluon.jit
+def meet():
+    """Wait until both consumers are here."""
+    await_turn(0)
+
+
+@gluon.jit
+def unknown_zero(at):
+    """0, but the compiler does not know: an address that changes is not kept in registers, part by part, over the loop."""
+    return at >> 30
+
+
+@gluon.jit
+def columns_of(x, like):
+    """A number of each column as a whole tile."""
+    whole, _ = gl.broadcast(x[None, :], like)
+    return whole
+
+
+@aggregate
+class RowTiles:
+    """A ring of row tiles, each with one number per row."""
+
+    ring: Ring
+    numbers: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, ring, numbers):
+        self.ring = ring
+        self.numbers = numbers
+
+    @gluon.jit
+    def fill(self, at, desc, start, number_desc, row):
+        """Producer: as `Ring.fill`."""
+        STAGES: gl.constexpr = self.numbers.shape[0]
+        stage = at % STAGES
+        full = self.ring.full.index(stage)
+        mbarrier.wait(self.ring.empty.index(stage), ((at // STAGES) & 1) ^ 1)
+        mbarrier.expect(full, desc.block_type.nbytes + number_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(desc, start, full, self.ring.tiles.index(stage))
+        tma.async_copy_global_to_shared(number_desc, [row], full, self.numbers.index(stage))
+
+    @gluon.jit
+    def number(self, at, FIRST: gl.constexpr, LIKE: gl.constexpr):
+        """The numbers of copy `at`, from row FIRST on: one for each column of a tile of layout and shape like LIKE."""
+        STAGES: gl.constexpr = self.numbers.shape[0]
+        COUNT: gl.constexpr = LIKE.shape[1]
+        return self.numbers.index(at % STAGES).slice(FIRST, COUNT).load(gl.SliceLayout(0, LIKE.layout))
+
+
+@gluon.jit
+def make_row_tiles(desc, number_desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    numbers = gl.allocate_shared_memory(gl.float32, [STAGES] + number_desc.block_type.shape, number_desc.layout)  # noqa: RUF005
+    return RowTiles(make_ring(desc, STAGES, CONSUMERS), numbers)
+
+
+@aggregate
+class Shared:
+    """What producer and consumers share."""
+
+    q: RowTiles
+    do: RowTiles
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    keys_full: gl.shared_memory_descriptor
+    weights: gl.shared_memory_descriptor  # two tiles of keys x rows
+    dq: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, q, do, k, v, keys_full, weights, dq):
+        self.q = q
+        self.do = do
+        self.k = k
+        self.v = v
+        self.keys_full = keys_full
+        self.weights = weights
+        self.dq = dq
+
+    @gluon.jit
+    def await_keys(self):
+        mbarrier.wait(self.keys_full.index(0), 0)
+
+
+@gluon.jit
+def make_shared(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, CFG: gl.constexpr):
+    DTYPE: gl.constexpr = q_desc.dtype
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(CFG.swizzle, 16, 2)
+    q = make_row_tiles(q_desc, lse_desc, CFG.stages, CFG.frees)
+    do = make_row_tiles(do_desc, delta_desc, CFG.stages, CFG.frees)
+    k = gl.allocate_shared_memory(DTYPE, [1] + k_desc.block_type.shape, k_desc.layout)  # noqa: RUF005
+    v = gl.allocate_shared_memory(DTYPE, [1] + v_desc.block_type.shape, v_desc.layout)  # noqa: RUF005
+    weights = gl.allocate_shared_memory(DTYPE, [2, CFG.block_n, CFG.block_m], LAYOUT)
+    if CFG.wide:
+        return Shared(q, do, k, v, make_barriers(1, 1), weights, q.ring.tiles)
+    else:
+        dq = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)  # noqa: RUF005
+        return Shared(q, do, k, v, make_barriers(1, 1), weights, dq)
+
+
+@gluon.jit
+def key_tile(place, call):
+    """(key tile, b, hkv): the first keys first, which under a causal mask are seen by the most rows."""
+    j, head = work_order(place, call.tiles, call.all_heads, call.together)
+    return j, head // call.heads_kv, head % call.heads_kv
+
+
+@gluon.jit
+def row_sweep(interval, j, q_len, k_len, shift, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(first, early, masked, full_first, full_last) of the row tiles that see key tile j.
+
+    `masked` tiles need masking: `early` of them before the full ones. Where rows are missing, none does on their account:
+    they start from -inf. Where keys are missing, every tile does: p of a key of zeros may be infinite.
+    """
+    walk = row_tiles(j, 0, 0, cdiv(q_len, BLOCK_M) * BLOCK_M, k_len, shift, interval, None, BLOCK_M, BLOCK_N)
+    full_last = gl.where((j + 1) * BLOCK_N > k_len, walk.full_first, walk.full_last)
+    early = walk.full_first - walk.first
+    return walk.first, early, early + walk.last - full_last, walk.full_first, full_last
+
+
+@gluon.jit
+def tile_in(entry, first, early, full_first, full_last):
+    """The row tile of an entry among the masked ones."""
+    return gl.where(entry < early, first + entry, full_last + entry - early)
+
+
+@gluon.jit
+def produce(shared, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, lengths, interval, call, CFG: gl.constexpr):
+    """Start the copies: keys and values once, row tiles in the order in which consumers want them."""
+    BLOCK_M: gl.constexpr = CFG.block_m
+    BLOCK_N: gl.constexpr = CFG.block_n
+    j, b, hkv = key_tile(gl.program_id(0), call)
+    q_start, q_len, k_start, k_len, shift = sequence(lengths, b)
+    if j * BLOCK_N < k_len:
+        first, early, masked, full_first, full_last = row_sweep(interval, j, q_len, k_len, shift, BLOCK_M, BLOCK_N)
+        full = shared.keys_full.index(0)
+        mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(
+            k_desc, tma_start(k_desc, b, hkv, k_start, k_len, j * BLOCK_N), full, shared.k.index(0)
+        )
+        tma.async_copy_global_to_shared(
+            v_desc, tma_start(v_desc, b, hkv, k_start, k_len, j * BLOCK_N), full, shared.v.index(0)
+        )
+        at = 0
+        for h in range(hkv * call.group, (hkv + 1) * call.group):
+            row = sum_row(lengths, b, h, q_start, call)
+            for entry in range(masked + full_last - full_first):
+                i = gl.where(
+                    entry < masked, tile_in(entry, first, early, full_first, full_last), full_first + entry - masked
+                )
+                shared.q.fill(
+                    at, q_desc, tma_start(q_desc, b, h, q_start, q_len, i * BLOCK_M), lse_desc, row + i * BLOCK_M
+                )
+                shared.do.fill(
+                    at, do_desc, tma_start(do_desc, b, h, q_start, q_len, i * BLOCK_M), delta_desc, row + i * BLOCK_M
+                )
+                at += 1
+
+
+@gluon.jit
+def broken_sums(dk, dv):
+    """1 where a sum is not finite, else 0."""
+    return gl.max(gl.max(gl.where(dk * 0.0 + dv * 0.0 == 0.0, 0, 1), 1), 0)

@@ -1,0 +1,141 @@
+"""The backward pass on Hopper (FlashAttention-3, section 3.4): a producer warp and two consumer warpgroups for a tile of keys.
+
+Scores are transposed, one row per key: so p and ds are the left operands of dv = p^T do and dk = ds^T q. dq belongs to no
+program: each adds its share to a float32 tensor, through the copy engine.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from tilewise.backends.device.seqinfo import sequence
+
+from .backward_parts import broken_sums, key_tile, make_shared, meet, produce, row_sweep, tile_in
+from .backward_rows import UNSPECIALIZED, Shape, sum_row
+from .backward_steps import KEYS, narrow_step, wide_step
+from .pipeline import barriers_ready, tma_start
+
+
+@gluon.jit
+def step(
+    GROUP: gl.constexpr, shared, at, b, h, row, key, q_len, k_len, shift, dq_row, dk, dv, dq_desc, zero, interval, scoring,
+    MASKED: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    if WIDE:
+        return wide_step(
+            GROUP, shared, at, b, h, row, key, q_len, k_len, shift, dq_row + row, dk, dv, dq_desc, zero, interval, scoring,
+            MASKED,
+        )  # fmt: skip
+    else:
+        return narrow_step(
+            GROUP, shared, at, b, h, row, key, q_len, k_len, shift, dq_row + row, dk, dv, dq_desc, zero, interval, scoring,
+            MASKED,
+        )  # fmt: skip
+
+
+@gluon.jit
+def write(desc, start, tile):
+    """Let the copy engine write a tile in shared memory; it leaves out what lies beyond the tensor."""
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(desc, start, tile)
+
+
+@gluon.jit
+def write_narrow(GROUP: gl.constexpr, shared, dk, dv, dk_desc, dv_desc, b, hkv, k_start, k_len, key):
+    """Each consumer has its own keys, and where dq was the memory for one sum at a time."""
+    DTYPE: gl.constexpr = shared.q.ring.tiles.dtype
+    staging = shared.dq.index(GROUP)._reinterpret(DTYPE, dk_desc.block_type.shape, dk_desc.layout)
+    matrix = staging.reshape([dk.type.shape[0], dk.type.shape[1]])
+    start = tma_start(dk_desc, b, hkv, k_start, k_len, key + GROUP * KEYS)
+    tma.store_wait(0)
+    gl.thread_barrier()
+    matrix.store(dk.to(DTYPE))
+    write(dk_desc, start, staging)
+    tma.store_wait(0)
+    gl.thread_barrier()
+    matrix.store(dv.to(DTYPE))
+    write(dv_desc, start, staging)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def write_wide(GROUP: gl.constexpr, shared, dk, dv, dk_desc, dv_desc, b, hkv, k_start, k_len, key):
+    """Each consumer has half the columns: together they fill the memory of keys and values, which nobody needs now."""
+    DTYPE: gl.constexpr = shared.q.ring.tiles.dtype
+    PART: gl.constexpr = dk.type.shape[1]
+    start = tma_start(dk_desc, b, hkv, k_start, k_len, key)
+    shared.k.index(0).reshape([KEYS, 2 * PART]).slice(GROUP * PART, PART, dim=1).store(dk.to(DTYPE))
+    shared.v.index(0).reshape([KEYS, 2 * PART]).slice(GROUP * PART, PART, dim=1).store(dv.to(DTYPE))
+    fence_async_shared()
+    meet()
+    if GROUP == 0:
+        write(dk_desc, start, shared.k.index(0))
+    else:
+        write(dv_desc, start, shared.v.index(0))
+    tma.store_wait(0)
+
+
+@gluon.jit
+def consume(
+    GROUP: gl.constexpr, shared, dq_desc, dk_desc, dv_desc, broken, lengths, interval, scoring, softmax_scale, call,
+    CFG: gl.constexpr,
+):  # fmt: skip
+    """dk and dv of a key tile, as far as they are this consumer's."""
+    WIDTH: gl.constexpr = shared.k.shape[len(shared.k.shape) - 1]
+    COLUMNS: gl.constexpr = WIDTH // 2 if CFG.wide else WIDTH
+    ROWS: gl.constexpr = CFG.block_m // 2 if CFG.wide else CFG.block_m
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    K_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    j, b, hkv = key_tile(gl.program_id(0), call)
+    q_start, q_len, k_start, k_len, shift = sequence(lengths, b)
+    key = j * CFG.block_n
+    note = broken + ((b * call.heads_kv + hkv) * call.tiles + j) * 2 + GROUP
+    if key >= k_len:
+        gl.store(note, 0)
+    else:
+        first, early, masked, full_first, full_last = row_sweep(
+            interval, j, q_len, k_len, shift, CFG.block_m, CFG.block_n
+        )
+        zero = gl.zeros([KEYS, ROWS], gl.float32, S_LAYOUT)
+        dk = gl.zeros([KEYS, COLUMNS], gl.float32, K_LAYOUT)
+        dv = gl.zeros([KEYS, COLUMNS], gl.float32, K_LAYOUT)
+        shared.await_keys()
+        at = 0
+        for h in range(hkv * call.group, (hkv + 1) * call.group):
+            dq_row = sum_row(lengths, b, h, q_start, call)
+            for entry in range(masked):
+                i = tile_in(entry, first, early, full_first, full_last)
+                dk, dv = step(
+                    GROUP, shared, at, b, h, i * CFG.block_m, key, q_len, k_len, shift, dq_row, dk, dv, dq_desc, zero,
+                    interval, scoring, True, CFG.wide,
+                )  # fmt: skip
+                at += 1
+            for i in range(full_first, full_last):
+                dk, dv = step(
+                    GROUP, shared, at, b, h, i * CFG.block_m, key, q_len, k_len, shift, dq_row, dk, dv, dq_desc, zero,
+                    interval, scoring, False, CFG.wide,
+                )  # fmt: skip
+                at += 1
+        gl.store(note, broken_sums(dk, dv))
+        dk = dk * softmax_scale
+        if CFG.wide:
+            write_wide(GROUP, shared, dk, dv, dk_desc, dv_desc, b, hkv, k_start, k_len, key)
+        else:
+            write_narrow(GROUP, shared, dk, dv, dk_desc, dv_desc, b, hkv, k_start, k_len, key)
+
+
+@gluon.jit(do_not_specialize=UNSPECIALIZED)
+def backward_kernel(
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, broken, lengths, interval, scoring,
+    softmax_scale, heads, heads_kv, group, tiles, together, all_heads, batch_rows, head_rows, CFG: gl.constexpr,
+):  # fmt: skip
+    """dv = p^T do, dk = scale ds^T q, dq = ds k with ds = p (do v^T - delta), p = exp(s - lse)."""
+    call = Shape(heads, heads_kv, group, tiles, together, all_heads, batch_rows, head_rows)
+    shared = make_shared(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, CFG)
+    barriers_ready()
+    gl.warp_specialize([
+        (consume, (0, shared, dq_desc, dk_desc, dv_desc, broken, lengths, interval, scoring, softmax_scale, call, CFG)),
+        (consume, (1, shared, dq_desc, dk_desc, dv_desc, broken, lengths, interval, scoring, softmax_scale, call, CFG)),
+        (produce, (shared, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, lengths, interval, call, CFG)),
+    ], [4, 1], [CFG.registers, CFG.producer_registers])  # fmt: skip

@@ -1,0 +1,209 @@
+"""One row tile in the backward kernels for Hopper: in the narrow form for head dims up to 128, and in the wide form.
+
+Narrow: each consumer has 64 keys and all columns; p and ds go to dv and dk through registers. Wide: both consumers have
+the same 64 keys; each computes p and ds of half the rows, and all sums of half the columns.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
+
+from tilewise.backends.device.scoremods import scores
+from tilewise.backends.device.seqinfo import key_interval
+from tilewise.backends.device.structs import Rows
+
+from .backward_parts import add_to, columns_of, meet, unknown_zero
+from .registers import halves, joined
+
+NO_ROW = gl.constexpr(2**31 - 1)  # larger than every row
+KEYS = gl.constexpr(64)  # of one consumer: the rows of one warpgroup's products
+
+
+@gluon.jit
+def start_products(shared, at, keys, values, zero, scoring, FIRST: gl.constexpr):
+    """Start s^T = k q^T and dp^T = v do^T of the rows from FIRST on, from what is subtracted in each row's column on."""
+    COUNT: gl.constexpr = zero.type.shape[1]
+    shared.q.ring.wait(at)
+    q = shared.q.ring.tile(at).slice(FIRST, COUNT).permute((1, 0))
+    if scoring.scale is None:
+        s = warpgroup_mma(keys, q, columns_of(shared.q.number(at, FIRST, zero.type), zero), is_async=True)
+    else:
+        s = warpgroup_mma(keys, q, zero, use_acc=False, is_async=True)
+    shared.do.ring.wait(at)
+    do = shared.do.ring.tile(at).slice(FIRST, COUNT).permute((1, 0))
+    dp = warpgroup_mma(values, do, columns_of(shared.do.number(at, FIRST, zero.type), zero), is_async=True)
+    return s, dp
+
+
+@gluon.jit
+def exponents(
+    s, shared, at, b, h, row, key, q_len, k_len, shift, interval, scoring, FIRST: gl.constexpr, MASKED: gl.constexpr
+):
+    """(log2 of p, d score / d product) of the keys from `key` on and the rows from `row` on, transposed."""
+    LAYOUT: gl.constexpr = s.type.layout
+    column = gl.arange(0, s.type.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
+    n = key + gl.arange(0, s.type.shape[0], gl.SliceLayout(1, LAYOUT))
+    index = row + column
+    rows = Rows(b, h, index, index + shift, index < q_len, index, index, index, index)
+    x, slope = scores(s, scoring, rows, n[:, None], k_len)
+    x = x * scoring.factor
+    if scoring.scale is not None:
+        x = x + shared.q.number(at, FIRST, s.type)[None, :]
+    if MASKED:
+        x = gl.where(sees(column, row, n, q_len, k_len, shift, interval), x, -float("inf"))
+    return x, slope
+
+
+@gluon.jit
+def sees(column, row, n, q_len, k_len, shift, interval):
+    """Whether row `row + column` sees key n; rows beyond the sequence have p = 0 in any case.
+
+    A thread's columns differ in constants: the bits 1 and 2, which are those of the thread, go to the other side of the
+    comparison. So it needs no register for each column.
+    """
+    first, end = key_interval(interval, n, n < k_len, shift, q_len)
+    constant, of_thread = column & ~6, row + (column & 6)
+    after = constant >= gl.where(n < k_len, first, NO_ROW)[:, None] - of_thread
+    before = constant < gl.where(n < k_len, end, 0)[:, None] - of_thread
+    if interval.chunk is not None:
+        return after & before
+    elif interval.right is None and interval.prefix is None:
+        if interval.left is None:
+            return (n < k_len)[:, None]
+        else:
+            return before
+    elif interval.left is None:
+        return after
+    else:
+        return after & before
+
+
+@gluon.jit
+def score_gradient(p, dp, MASKED: gl.constexpr):
+    """ds = p dp. Where p is 0 it is 0: dp of what is not seen may be NaN."""
+    ds = p * dp
+    if MASKED:
+        ds = gl.where(p == 0.0, 0.0, ds)
+    return ds
+
+
+@gluon.jit
+def narrow_step(
+    GROUP: gl.constexpr, shared, at, b, h, row, key, q_len, k_len, shift, dq_row, dk, dv, dq_desc, zero, interval, scoring,
+    MASKED: gl.constexpr,
+):  # fmt: skip
+    """The rows from `row` on: dv += p^T do, dk += ds^T q, and their dq += ds k."""
+    BLOCK_M: gl.constexpr = zero.type.shape[1]
+    D: gl.constexpr = dk.type.shape[1]
+    HALF: gl.constexpr = BLOCK_M // 2
+    DTYPE: gl.constexpr = shared.q.ring.tiles.dtype
+    HALVES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    q, do = shared.q.ring.tile(at), shared.do.ring.tile(at)
+    zero_at = unknown_zero(at)
+    k, v = shared.k.index(zero_at).reshape([2 * KEYS, D]), shared.v.index(zero_at).reshape([2 * KEYS, D])
+    s, dp = start_products(shared, at, k.slice(GROUP * KEYS, KEYS), v.slice(GROUP * KEYS, KEYS), zero, scoring, 0)
+    s = warpgroup_mma_wait(1, [s])
+    x, slope = exponents(
+        s, shared, at, b, h, row, key + GROUP * KEYS, q_len, k_len, shift, interval, scoring, 0, MASKED
+    )
+    left, right = halves(x)
+    p_left = gl.exp2(gl.convert_layout(left, HALVES, assert_trivial=True))
+    a_left = gl.convert_layout(p_left.to(DTYPE), OPERAND, assert_trivial=True)
+    dv = warpgroup_mma(a_left, do.slice(0, HALF), dv, is_async=True)
+    p_right = gl.exp2(gl.convert_layout(right, HALVES, assert_trivial=True))
+    a_right = gl.convert_layout(p_right.to(DTYPE), OPERAND, assert_trivial=True)
+    dv = warpgroup_mma(a_right, do.slice(HALF, HALF), dv, is_async=True)
+    dp, a_left = warpgroup_mma_wait(2, [dp, a_left])
+    left, right = halves(dp)
+    left = score_gradient(p_left, gl.convert_layout(left, HALVES, assert_trivial=True), MASKED)
+    right = score_gradient(p_right, gl.convert_layout(right, HALVES, assert_trivial=True), MASKED)
+    ds = joined(left, right, s)
+    if scoring.scale is not None:
+        ds = ds * slope
+    ds = ds.to(DTYPE)
+    weights = shared.weights.index(at % 2)
+    weights.slice(GROUP * KEYS, KEYS).store(ds)
+    fence_async_shared()
+    ds = gl.convert_layout(ds, OPERAND, assert_trivial=True)
+    meet()  # ds of both consumers is there
+    if BLOCK_M == 64:
+        PART: gl.constexpr = D // 2
+        dq = start_share(weights, k.slice(GROUP * PART, PART, dim=1))
+        start = [dq_row, GROUP * PART]
+    else:
+        dq = start_share(weights.slice(GROUP * 64, 64, dim=1), k)
+        start = [dq_row + GROUP * 64, 0]
+    dk = warpgroup_mma(ds, q, dk, is_async=True)
+    dv, a_right = warpgroup_mma_wait(2, [dv, a_right])
+    shared.do.ring.free(at)
+    tma.store_wait(0)  # the share before this one has left its memory
+    dq = warpgroup_mma_wait(1, [dq])
+    hand_in(dq, shared.dq.index(GROUP), dq_desc, start)
+    dk, ds = warpgroup_mma_wait(0, [dk, ds])
+    shared.q.ring.free(at)
+    return dk, dv
+
+
+@gluon.jit
+def start_share(ds, k):
+    """Start a share of dq = ds k, of 64 rows; ds is transposed."""
+    COLUMNS: gl.constexpr = k.shape[1]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    zero = gl.zeros([64, COLUMNS], gl.float32, LAYOUT)
+    return warpgroup_mma(ds.permute((1, 0)), k, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def hand_in(dq, staging, dq_desc, start):
+    """Add a share of dq to the sum in global memory."""
+    staging.store(dq)
+    fence_async_shared()
+    gl.thread_barrier()
+    add_to(dq_desc, start, staging)
+
+
+@gluon.jit
+def wide_step(
+    GROUP: gl.constexpr, shared, at, b, h, row, key, q_len, k_len, shift, dq_row, dk, dv, dq_desc, zero, interval, scoring,
+    MASKED: gl.constexpr,
+):  # fmt: skip
+    """The same in the wide form."""
+    ROWS: gl.constexpr = zero.type.shape[1]
+    PART: gl.constexpr = dk.type.shape[1]
+    DTYPE: gl.constexpr = shared.q.ring.tiles.dtype
+    q, do = shared.q.ring.tile(at), shared.do.ring.tile(at)
+    zero_at = unknown_zero(at)
+    k, v = shared.k.index(zero_at).reshape([KEYS, 2 * PART]), shared.v.index(zero_at).reshape([KEYS, 2 * PART])
+    s, dp = start_products(shared, at, k, v, zero, scoring, GROUP * ROWS)
+    s = warpgroup_mma_wait(1, [s])
+    x, slope = exponents(
+        s, shared, at, b, h, row + GROUP * ROWS, key, q_len, k_len, shift, interval, scoring, GROUP * ROWS, MASKED
+    )
+    p = gl.exp2(x)
+    p_tile, ds_tile = shared.weights.index(0), shared.weights.index(1)
+    p_tile.slice(GROUP * ROWS, ROWS, dim=1).store(p.to(DTYPE))
+    dp = warpgroup_mma_wait(0, [dp])
+    ds = score_gradient(p, dp, MASKED)
+    if scoring.scale is not None:
+        ds = ds * slope
+    ds_tile.slice(GROUP * ROWS, ROWS, dim=1).store(ds.to(DTYPE))
+    fence_async_shared()
+    meet()  # p and ds of both consumers are there
+    dv = warpgroup_mma(p_tile, do.slice(GROUP * PART, PART, dim=1), dv, is_async=True)
+    dq = start_share(ds_tile, k.slice(GROUP * PART, PART, dim=1))
+    dk = warpgroup_mma(ds_tile, q.slice(GROUP * PART, PART, dim=1), dk, is_async=True)
+    tma.store_wait(0)  # the share before this one has left its memory: that of the rows before these
+    if at > 0:
+        if GROUP == 0:
+            shared.q.ring.free(at - 1)
+        else:
+            shared.do.ring.free(at - 1)
+    dv, dq, dk = warpgroup_mma_wait(0, [dv, dq, dk])
+    meet()  # nobody reads these rows any more
+    if GROUP == 0:
+        staging = q._reinterpret(gl.float32, dq_desc.block_type.shape, dq_desc.layout)
+    else:
+        staging = do._reinterpret(gl.float32, dq_desc.block_type.shape, dq_desc.layout)
+    hand_in(dq, staging, dq_desc, [dq_row, GROUP * PART])
+    return dk, dv

@@ -1,0 +1,51 @@
+"""The backward kernels for Hopper compile for sm_90 as they are meant to. No GPU is needed; nothing runs."""
+
+import re
+
+import pytest
+import torch
+from compiling import SHARED_BYTES, compile_hopper_backward, product_loops, serialized, spilled_bytes
+
+from tilewise.testing import Case, make_inputs
+
+CAUSAL = ("causal",)
+#: Every config: narrow tiles of 128 and of 64 rows, wide ones; modifiers, which take other tiles; packed sequences, groups.
+CASES = [
+    Case("causal_d64", B=1, Sq=512, H=2, D=64, mask=(CAUSAL,)),
+    Case("causal_d128", B=1, Sq=512, H=4, Hkv=2, D=128, mask=(CAUSAL,)),
+    Case("causal_d256", B=1, Sq=512, H=2, D=256, mask=(CAUSAL,)),
+    Case("full_d96", B=1, Sq=512, H=2, D=96),
+    Case("softcap_d64", B=1, Sq=500, H=2, D=64, softcap=4.0, mask=(("window", 100, 9),)),
+    Case("varlen_d128", lengths_q=(160, 75), lengths_k=(190, 140), H=4, Hkv=2, D=128, softcap=4.0, alibi="BH", sinks=True,
+         mask=(("window", 100, 9), ("chunk", 96), ("prefix", 30))),
+]  # fmt: skip
+#: Bytes that a kernel may keep in local memory, outside the loops without masking: what its epilogue needs again.
+SPILLED = 192
+#: Notes of ptxas that serialise nothing: a wait or an arrival put in.
+HARMLESS = re.compile(r"\(C751[79]\)")
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_hopper_backward_compiles(case):
+    prepare, kernel, finish, repair = compile_hopper_backward(make_inputs(case, torch.bfloat16))
+    for each in (prepare, kernel, finish, repair):
+        assert each.metadata.shared <= SHARED_BYTES["sm_90"], each.name
+    for each in (prepare, finish):
+        assert spilled_bytes(each) == 0, each.name
+    assert not [note for note in serialized(kernel) if not HARMLESS.search(note)]
+    assert spilled_bytes(kernel) <= SPILLED
+    loops = sorted(product_loops(kernel), key=len)
+    assert len(loops) == 4  # with and without masking, of each consumer
+    for loop in loops[:2]:
+        assert not [x for x in loop if "LDL" in x or "STL" in x]
+        assert sum("WARPGROUP.DEPBAR" in x for x in loop) <= 5  # the kernel's own waits for products, no more
+
+
+def test_numbers_do_not_recompile():
+    """Lengths, batch sizes and numbers of heads share their kernels, as long as heads have keys of their own."""
+    hashes = {}
+    for S, H, B in ((512, 4, 1), (1024, 16, 1), (2048, 2, 2)):
+        inputs = make_inputs(Case("any", B=B, Sq=S, H=H, D=64, mask=(CAUSAL,)), torch.bfloat16)
+        for kernel in compile_hopper_backward(inputs):
+            hashes.setdefault(kernel.metadata.name, set()).add(kernel.hash)
+    assert {name: len(found) for name, found in hashes.items()} == dict.fromkeys(hashes, 1)
