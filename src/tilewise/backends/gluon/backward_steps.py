@@ -13,7 +13,7 @@ from tilewise.backends.device.seqinfo import key_interval
 from tilewise.backends.device.structs import Rows
 
 from .backward_parts import add_to, columns_of, meet, unknown_zero
-from .registers import halves, joined
+from .registers import halves, joined, keep_columns
 
 NO_ROW = gl.constexpr(2**31 - 1)  # larger than every row
 KEYS = gl.constexpr(64)  # of one consumer: the rows of one warpgroup's products
@@ -41,41 +41,29 @@ def exponents(
 ):
     """(log2 of p, d score / d product) of the keys from `key` on and the rows from `row` on, transposed."""
     LAYOUT: gl.constexpr = s.type.layout
-    column = gl.arange(0, s.type.shape[1], gl.SliceLayout(0, LAYOUT))[None, :]
     n = key + gl.arange(0, s.type.shape[0], gl.SliceLayout(1, LAYOUT))
-    index = row + column
+    index = (row + gl.arange(0, s.type.shape[1], gl.SliceLayout(0, LAYOUT)))[None, :]
     rows = Rows(b, h, index, index + shift, index < q_len, index, index, index, index)
     x, slope = scores(s, scoring, rows, n[:, None], k_len)
     x = x * scoring.factor
     if scoring.scale is not None:
         x = x + shared.q.number(at, FIRST, s.type)[None, :]
     if MASKED:
-        x = gl.where(sees(column, row, n, q_len, k_len, shift, interval), x, -float("inf"))
+        x = hide_rows(x, row, n, q_len, k_len, shift, interval)
     return x, slope
 
 
 @gluon.jit
-def sees(column, row, n, q_len, k_len, shift, interval):
-    """Whether row `row + column` sees key n; rows beyond the sequence have p = 0 in any case.
-
-    A thread's columns differ in constants: the bits 1 and 2, which are those of the thread, go to the other side of the
-    comparison. So it needs no register for each column.
-    """
+def hide_rows(x, row, n, q_len, k_len, shift, interval):
+    """-inf where a row does not see a key; rows beyond the sequence have p = 0 in any case."""
     first, end = key_interval(interval, n, n < k_len, shift, q_len)
-    constant, of_thread = column & ~6, row + (column & 6)
-    after = constant >= gl.where(n < k_len, first, NO_ROW)[:, None] - of_thread
-    before = constant < gl.where(n < k_len, end, 0)[:, None] - of_thread
-    if interval.chunk is not None:
-        return after & before
-    elif interval.right is None and interval.prefix is None:
-        if interval.left is None:
-            return (n < k_len)[:, None]
-        else:
-            return before
-    elif interval.left is None:
-        return after
+    first, end = gl.where(n < k_len, first, NO_ROW) - row, gl.where(n < k_len, end, 0) - row
+    if interval.left is None and interval.chunk is None:
+        return keep_columns(x, first, None)
+    elif interval.right is None and interval.prefix is None and interval.chunk is None:
+        return keep_columns(x, None, end)
     else:
-        return after & before
+        return keep_columns(x, first, end)
 
 
 @gluon.jit

@@ -69,13 +69,14 @@ def _by_rows(x, parts):
 
 @gluon.jit
 def keep_columns(x, lo, hi):
-    """x where lo <= column < hi, -inf elsewhere; lo is None or, like hi, one number for each row."""
+    """x where lo <= column < hi, -inf elsewhere; lo and hi are one number for each row, or one of them is None."""
     parts, constant, own = _parts(x)
-    hi = _by_rows(hi, parts) - own
-    if lo is None:  # noqa: SIM108  None has no place in a conditional expression of a kernel
-        keep = constant < hi
+    if lo is None:
+        keep = constant < _by_rows(hi, parts) - own
+    elif hi is None:
+        keep = constant >= _by_rows(lo, parts) - own
     else:
-        keep = keep_interval(constant, _by_rows(lo, parts) - own, hi)
+        keep = keep_interval(constant, _by_rows(lo, parts) - own, _by_rows(hi, parts) - own)
     return _whole(gl.where(keep, parts, float("-inf")), x)
 
 
