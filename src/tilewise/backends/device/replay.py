@@ -82,8 +82,8 @@ class _Watch(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if name in ("empty", "new_empty", "empty_like", "empty_strided"):
             self.made.append((out, None))
-        elif name == "full":
-            self.made.append((out, args[1]))
+        elif name in ("full", "new_full"):
+            self.made.append((out, args[-1]))
         elif (
             name == "detach" and self.made and args[0] is self.made[-1][0]
         ):  # of the tensor just made: autograd does so
