@@ -6,7 +6,9 @@ import pytest
 import torch
 from compiling import SHARED_BYTES, compile_hopper_backward, product_loops, serialized, spilled_bytes
 
-from tilewise.testing import Case, make_inputs
+from tilewise.backends.base import Needs
+from tilewise.backends.gluon import elsewhere
+from tilewise.testing import Case, bind, make_inputs
 
 CAUSAL = ("causal",)
 #: Every config: narrow tiles of 128 and of 64 rows, wide ones; modifiers, which take other tiles; packed sequences, groups.
@@ -49,3 +51,12 @@ def test_numbers_do_not_recompile():
         for kernel in compile_hopper_backward(inputs):
             hashes.setdefault(kernel.metadata.name, set()).add(kernel.hash)
     assert {name: len(found) for name, found in hashes.items()} == dict.fromkeys(hashes, 1)
+
+
+def test_what_the_kernel_lacks_is_computed_elsewhere():
+    plain = Needs(True, True, True, False, False, False)
+    inputs = make_inputs(CASES[0], torch.bfloat16)
+    assert not elsewhere(bind(inputs), plain)
+    assert elsewhere(bind(inputs), plain._replace(dslopes=True))
+    inputs.options["deterministic"] = True
+    assert elsewhere(bind(inputs), plain)
