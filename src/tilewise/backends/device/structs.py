@@ -89,7 +89,7 @@ class Scoring(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The query rows of a tile, inside a kernel: vectors along the tile, but for b and h."""
+    """The query rows of a tile, inside a kernel: vectors along the tile, but for b, and h where they are of one head."""
 
     b: tl.tensor
     h: tl.tensor
@@ -121,6 +121,14 @@ class Walk(NamedTuple):
     full_last: tl.tensor
     last: tl.tensor
     listed: tl.tensor
+
+
+class Parts(NamedTuple):
+    """What programs sum up over parts of the keys, float32: of each row of each program, densely."""
+
+    sums: Tensor  # of values, weighted by 2^(score - top): (programs, BLOCK_M, BLOCK_DV)
+    tops: Tensor  # largest score, in units of log2: (programs, BLOCK_M)
+    totals: Tensor  # sum of the weights
 
 
 class Visit(NamedTuple):
