@@ -123,14 +123,6 @@ class Walk(NamedTuple):
     listed: tl.tensor
 
 
-class Parts(NamedTuple):
-    """What programs sum up over parts of the keys, float32: of each row of each program, densely."""
-
-    sums: Tensor  # of values, weighted by 2^(score - top): (programs, BLOCK_M, BLOCK_DV)
-    tops: Tensor  # largest score, in units of log2: (programs, BLOCK_M)
-    totals: Tensor  # sum of the weights
-
-
 class Visit(NamedTuple):
     """Tile lists: row i of (b, h) visits `partial` tiles that need masking, then `full` ones, listed in `tiles`."""
 

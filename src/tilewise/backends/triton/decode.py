@@ -4,7 +4,6 @@ All query heads that share a kv head are rows of one tile, so that its keys and 
 et al. 2023).
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -14,7 +13,7 @@ from tilewise.backends.device.lower import Lowered, packed_visit, per_row, strid
 from tilewise.backends.device.rows import down, key_tiles, packed_rows, part_of, row_offsets
 from tilewise.backends.device.seqinfo import matrix, not_finite, rows_at, sequence
 from tilewise.backends.device.softmax import LN2, LOG2E
-from tilewise.backends.device.structs import Keys, Parts
+from tilewise.backends.device.structs import Keys
 from tilewise.tiles import cdiv
 
 from .configs import DecodeConfig, decode_config, options, padded, precision
@@ -24,9 +23,16 @@ PARTS = tl.constexpr(16)  # partial results that are read at one time
 _decode, _merge = Launcher(), Launcher()
 
 
-@triton.jit(do_not_specialize=["heads_kv", "group", "tiles", "splits"])
+@triton.jit
+def part_statistics(parts, part_rows, row, BLOCK_DV: tl.constexpr):
+    """Where the top and the total of a row of `parts` lie: behind the sums, BLOCK_DV for each row."""
+    top = parts + tl.cast(part_rows, tl.int64) * BLOCK_DV + row
+    return top, top + part_rows
+
+
+@triton.jit(do_not_specialize=["part_rows", "heads_kv", "group", "tiles", "splits"])
 def decode_kernel(
-    q, k, v, o, lse, max_logit, parts, lengths, interval, scoring, visit, sinks, heads_kv, group, tiles, splits,
+    q, k, v, o, lse, max_logit, parts, lengths, interval, scoring, part_rows, heads_kv, group, tiles, splits, visit, sinks,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
@@ -62,9 +68,10 @@ def decode_kernel(
         target, offset = rows_at(o, b, 0, q_start), row_offsets(o, rows)
     else:
         row = place * BLOCK_M + tl.arange(0, BLOCK_M)
-        tl.store(parts.tops + row, top)
-        tl.store(parts.totals + row, total)
-        target, offset = parts.sums, tl.cast(row, tl.int64) * BLOCK_DV
+        top_at, total_at = part_statistics(parts, part_rows, row, BLOCK_DV)
+        tl.store(top_at, top)
+        tl.store(total_at, total)
+        target, offset = parts, tl.cast(row, tl.int64) * BLOCK_DV
         tl.store(target + offset[:, None] + tl.arange(0, BLOCK_DV)[None, :], acc)
         lse2, scale = top, 1.0
     if not_finite(acc) > 0:
@@ -75,9 +82,9 @@ def decode_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count", "heads_kv", "group", "tiles", "splits"])
+@triton.jit(do_not_specialize=["part_rows", "heads_kv", "group", "tiles", "splits", "count"])
 def merge_kernel(
-    o, lse, max_logit, parts, lengths, interval, scoring, sinks, count, heads_kv, group, tiles, splits,
+    o, lse, max_logit, parts, lengths, interval, scoring, part_rows, heads_kv, group, tiles, splits, sinks, count,
     DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """One row: sums and totals of its parts, each times 2^(its top - the largest top); then o, lse."""
@@ -94,9 +101,10 @@ def merge_kernel(
         part = first + tl.arange(0, PARTS)
         there = part < splits
         at = ((head * splits + part) * tiles + row // BLOCK_M) * BLOCK_M + row % BLOCK_M
-        part_top = tl.load(parts.tops + at, mask=there, other=-float("inf"))
-        part_total = tl.load(parts.totals + at, mask=there, other=0.0)
-        address = parts.sums + tl.cast(at, tl.int64)[:, None] * BLOCK_DV + column[None, :]
+        top_at, total_at = part_statistics(parts, part_rows, at, BLOCK_DV)
+        part_top = tl.load(top_at, mask=there, other=-float("inf"))
+        part_total = tl.load(total_at, mask=there, other=0.0)
+        address = parts + tl.cast(at, tl.int64)[:, None] * BLOCK_DV + column[None, :]
         part_sum = tl.load(address, mask=there[:, None], other=0.0)
         highest = tl.maximum(top, tl.max(part_top, 0))
         shift2 = tl.where(highest == -float("inf"), 0.0, highest)  # of a row that has seen no key
@@ -122,23 +130,21 @@ def decode(
     programs = tiles * heads * config.splits
     if programs == 0:
         return o, lse, max_logit
-    parts = None if config.splits == 1 else _new_parts(lse, programs * config.block_m, padded(DV))
-    written = strided(o), per_row(lse), max_logit if len(max_logit) else None, parts
-    read, counts = (call.lengths, call.interval, call.scoring), (heads_kv, group, tiles, config.splits)
-    constants = (
-        D, DV, config.block_m, config.block_n, padded(D), padded(DV), precision(q.dtype), config.tma and tma(k, v)
+    part_rows = programs * config.block_m
+    parts = None if config.splits == 1 else lse.new_empty(part_rows * (padded(DV) + 2))
+    shared = (
+        strided(o), per_row(lse), max_logit if len(max_logit) else None, parts, call.lengths, call.interval, call.scoring,
+        part_rows, heads_kv, group, tiles, config.splits,
     )  # fmt: skip
-    args = (
-        strided(q), strided(k), strided(v), *written, *read, packed_visit(call, config.block_m, config.block_n, group),
-        None if parts else call.sinks, *counts, *constants,
+    constants = (
+        D, DV, config.block_m, config.block_n, padded(D), padded(DV), precision(q.dtype), config.descriptors and tma(k, v)
     )  # fmt: skip
     key = (call.kind, layout_key(q, k, v), constants, config)
+    listed = packed_visit(call, config.block_m, config.block_n, group)
+    sinks = call.sinks if parts is None else None  # they join where all parts are together
+    args = (strided(q), strided(k), strided(v), *shared, listed, sinks, *constants)
     _decode.start(decode_kernel, key, programs, args, options(config))
     if parts is not None:
-        args = (*written, *read, call.sinks, rows, *counts, DV, config.block_m, padded(DV))
+        args = (*shared, call.sinks, rows, DV, config.block_m, padded(DV))
         _merge.start(merge_kernel, key, rows * heads, args, {"num_warps": 4})
     return o, lse, max_logit
-
-
-def _new_parts(like: Tensor, rows: int, width: int) -> Parts:
-    return Parts(like.new_empty(rows, width), like.new_empty(rows), like.new_empty(rows))
