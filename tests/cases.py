@@ -146,4 +146,37 @@ NEEDS = [
     Case("needs_none", Sq=40, needs=(), sinks=True, bias="BHQK"),
 ]
 
-CASES: list[Case] = [*SIZES, *STRIDES, *MASKS, *MODIFIERS, *VARLEN, *EXTREMES, *NEEDS]
+#: Few rows over many keys, for kernels that divide the keys and pack the heads of a group into one tile.
+DECODE = [
+    Case("decode_one_query", Sq=1, Sk=400, H=8, Hkv=2, D=64),
+    Case("decode_causal", Sq=4, Sk=333, H=6, Hkv=2, D=40, mask=(CAUSAL,), poison=True),
+    Case("decode_mqa", B=1, Sq=3, Sk=260, H=20, Hkv=1, D=32, mask=(CAUSAL,)),
+    Case("decode_top_left", Sq=9, Sk=300, D=32, mask=(TOP_LEFT,), poison=True),
+    Case("decode_window", Sq=2, Sk=500, H=4, Hkv=2, D=32, mask=(("window", 70, 0),), poison=True),
+    Case("decode_chunk", Sq=5, Sk=310, H=4, Hkv=2, D=32, mask=(("chunk", 64), ("prefix", 290)), poison=True),
+    Case("decode_document", Sq=4, Sk=300, H=4, Hkv=2, D=32, mask=(("document", "BS"), CAUSAL), poison=True),
+    Case("decode_prefix_per_sequence", B=3, Sq=4, Sk=250, H=4, Hkv=2, D=32, mask=(("prefix", "B"),)),
+    Case("decode_blocks", Sq=3, Sk=300, H=6, Hkv=2, D=32, mask=(("blocks", 16, 32, "HQK", 0.4),), poison=True),
+    Case("decode_blocks_rows", Sq=20, Sk=300, H=3, Hkv=1, D=16, mask=(("blocks", 2, 16, "BHQK", 0.3), CAUSAL), poison=True),
+    Case("decode_dense", Sq=3, Sk=300, H=4, Hkv=2, D=32, mask=(("dense", "BHQK", 0.3),), poison=True),
+    Case("decode_nothing_seen", Sq=3, Sk=300, H=4, Hkv=2, D=32, mask=(("dense", "B11K", 0.0),), poison=True),
+    Case("decode_rows_without_keys", Sq=12, Sk=5, H=4, Hkv=2, D=32, sinks=True, mask=(CAUSAL,), poison=True),
+    Case("decode_softcap", Sq=2, Sk=300, H=4, Hkv=2, D=32, softcap=2.0, magnitude=2.0),
+    Case("decode_alibi", Sq=3, Sk=300, H=6, Hkv=2, D=32, alibi="BH", mask=(CAUSAL,)),
+    Case("decode_bias", Sq=3, Sk=300, H=6, Hkv=2, D=32, bias="BHQK"),
+    Case("decode_bias_per_head", Sq=3, Sk=300, H=6, Hkv=2, D=32, bias="H1K"),
+    Case("decode_sinks", Sq=3, Sk=300, H=6, Hkv=2, D=32, sinks=True),
+    Case("decode_dropout", Sq=3, Sk=300, H=6, Hkv=2, D=32, dropout=0.3),
+    Case("decode_logits_1e3", Sq=2, Sk=300, H=4, Hkv=2, D=64, magnitude=16.0),
+    Case("decode_mix", Sq=3, Sk=210, H=6, Hkv=2, D=24, Dv=40, softcap=4.0, alibi="BH", bias="BHQK", sinks=True,
+         dropout=0.2, strides="transposed", mask=(("document", "BS"), ("window", 150, 10))),
+    Case("decode_d_ne_dv", Sq=1, Sk=200, H=4, Hkv=1, D=192, Dv=128, mask=(CAUSAL,)),
+    Case("decode_varlen", lengths_q=(1, 0, 3, 2), lengths_k=(300, 20, 0, 77), H=6, Hkv=2, D=32, spare=2, sinks=True,
+         mask=(CAUSAL,), poison=True),
+    Case("decode_varlen_seqused", lengths_q=(1, 1, 2), lengths_k=(300, 45, 130), used_k=(290, 0, 64), H=4, Hkv=2, D=32,
+         spare=2, mask=(CAUSAL,), poison=True),
+    Case("decode_varlen_mix", lengths_q=(2, 1, 4), lengths_k=(150, 4, 310), H=4, Hkv=1, D=24, Dv=8, softcap=3.0, alibi="BH",
+         bias="BHQK", sinks=True, dropout=0.25, mask=(("window", 200, 0), ("dense", "B11K", 0.9))),
+]  # fmt: skip
+
+CASES: list[Case] = [*SIZES, *STRIDES, *MASKS, *MODIFIERS, *VARLEN, *EXTREMES, *NEEDS, *DECODE]

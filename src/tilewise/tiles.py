@@ -6,6 +6,8 @@ behaves like them inside a kernel). ``//`` is only used on numerators >= 0, wher
 
 from typing import NamedTuple
 
+SPLIT_TILES = 2
+
 
 class TileRange(NamedTuple):
     """kv tiles ``[first, last)`` are visited; of these ``[full_first, full_last)`` need no mask."""
@@ -37,6 +39,16 @@ def kv_tile_range(lo_min, lo_max, hi_min, hi_max, block_n):
     full_first = min(max(cdiv(lo_max, block_n), first), last)
     full_last = min(max(hi_min // block_n, full_first), last)
     return TileRange(first, full_first, full_last, last)
+
+
+def splits(tiles, programs, slots):
+    """Parts into which to divide the `tiles` of each of `programs` programs, for a device that runs `slots` at one time.
+
+    The device is busy for ``ceil(programs * parts / slots)`` rounds of ``ceil(tiles / parts)`` tiles; each round costs
+    what `SPLIT_TILES` tiles do besides. The fewest parts that make this least.
+    """
+    most = max(1, min(tiles, slots))
+    return min(range(1, most + 1), key=lambda parts: cdiv(programs * parts, slots) * (cdiv(tiles, parts) + SPLIT_TILES))
 
 
 def work_order(place, tiles, heads, together):

@@ -30,6 +30,7 @@ TARGETS = {
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 KERNELS = {
     "triton.forward": ("forward_kernel",),
+    "triton.decode": ("decode_kernel", "merge_kernel"),
     "triton.backward": ("statistics_kernel", "dq_kernel", "dkdv_kernel"),
     "triton.bias_gradient": ("dbias_kernel",),
     "gluon.forward_sm90": ("forward_kernel",),
@@ -86,10 +87,12 @@ def compiling_for(target: str) -> Iterator[list]:
         for attribute, value in replaced.items():
             kept.append((module, attribute, getattr(module, attribute)))
             setattr(module, attribute, value)
-    kept.append((configs, "shared_memory", configs.shared_memory))
-    configs.shared_memory = lambda _: SHARED_BYTES[target]
+    for name, fact in (("shared_memory", SHARED_BYTES[target]), ("multiprocessors", 132)):
+        kept.append((configs, name, getattr(configs, name)))
+        setattr(configs, name, lambda _, fact=fact: fact)
     configs.forward_config.cache_clear()
     configs.backward_configs.cache_clear()
+    configs.decode_config.cache_clear()
     try:
         yield found
     finally:
@@ -145,6 +148,15 @@ def compile_call(inputs: Inputs, target: str) -> list:
     with compiling_for(target) as found:
         o, lse, _ = forward.forward(q, k, v, call)
         backward.backward(torch.empty_like(o), None, q, k, v, o, lse, call, needs)
+    return found
+
+
+def compile_decode(inputs: Inputs, target: str) -> list:
+    """The compiled Triton kernels of one call with few rows over many keys: of the parts, and what merges them."""
+    decode = importlib.import_module("tilewise.backends.triton.decode").decode
+    bound = bind(inputs)
+    with compiling_for(target) as found:
+        decode(inputs.q, inputs.k, inputs.v, lower(inputs.q, inputs.k, bound, *_longest(bound)))
     return found
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compiling import SHARED_BYTES, TARGETS, compile_call, sass_of, spilled_bytes
+from compiling import SHARED_BYTES, TARGETS, compile_call, compile_decode, sass_of, spilled_bytes
 
 from tilewise.testing import Case, make_inputs
 
@@ -11,6 +11,7 @@ PLAIN = [
     Case("causal_d64", Sq=512, H=4, Hkv=2, D=64, mask=(CAUSAL,)),
     Case("full_d128", Sq=512, H=2, D=128),
 ]
+FEW_ROWS = Case("few_rows", B=1, Sq=1, Sk=2000, H=8, Hkv=2, D=128)
 MIXES = [
     Case("blocks", B=1, Sq=200, Sk=230, mask=(("blocks", 32, 64),)),
     Case("mix_everything", Sq=65, Sk=80, H=4, Hkv=2, D=20, Dv=36, softcap=4.0, alibi="BH", bias="BHQK", sinks=True,
@@ -36,6 +37,27 @@ def test_plain_calls_compile(target):
 @pytest.mark.parametrize("case", MIXES, ids=[case.name for case in MIXES])
 def test_mixed_calls_compile(case):
     _fits(compile_call(make_inputs(case, torch.bfloat16), "sm_90"), "sm_90")
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_decode_compiles(target):
+    kernels = compile_decode(make_inputs(FEW_ROWS, torch.bfloat16), target)
+    assert [kernel.metadata.name for kernel in kernels] == ["decode_kernel", "merge_kernel"]
+    _fits(kernels, target)
+    if target == "sm_90":
+        assert sum(map(spilled_bytes, kernels)) == 0
+
+
+@pytest.mark.parametrize("case", MIXES, ids=[case.name for case in MIXES])
+def test_mixed_decode_calls_compile(case):
+    _fits(compile_decode(make_inputs(case, torch.bfloat16), "sm_90"), "sm_90")
+
+
+@pytest.mark.parametrize(("D", "dtype"), [(512, torch.bfloat16), (128, torch.float32), (512, torch.float32)])
+def test_wide_decode_calls_compile(D, dtype):
+    case = Case("wide", B=1, Sq=1, Sk=512, H=1, D=D)
+    for target in ("sm_90", "gfx942"):
+        _fits(compile_decode(make_inputs(case, dtype), target), target)
 
 
 def test_float32_compiles():

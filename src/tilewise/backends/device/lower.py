@@ -80,6 +80,16 @@ class Lowered:
             return self.closed
         return Interval(low=self.row_bounds.lo, high=self.row_bounds.hi, batch=self.row_bounds.stride)
 
+    @cached_property
+    def reach(self) -> int:
+        """How many keys the rows of one sequence see together at most, as far as numbers tell."""
+        interval, widths = self.interval, [self.lengths.max_k]
+        if interval.left is not None and interval.right is not None:
+            widths.append(interval.left + interval.right + self.lengths.max_q)
+        if interval.chunk is not None:
+            widths.append(interval.chunk + self.lengths.max_q)
+        return max(0, min(widths))
+
     @property
     def lists_tiles(self) -> bool:
         """Whether tiles to visit are listed in memory, not computed from the rows' intervals."""
@@ -190,6 +200,34 @@ def visit(lowered: Lowered, block_m: int, block_n: int, transposed: bool = False
     some, every = _classify(lowered, block_m, block_n)
     if transposed:
         some, every = some.transpose(2, 3), every.transpose(2, 3)
+    return _list_tiles(some, every)
+
+
+def packed_visit(lowered: Lowered, block_m: int, block_n: int, group: int) -> Visit | None:
+    """The same for tiles of `rows.packed_rows`: one list for the rows of `group` heads."""
+    if not lowered.lists_tiles:
+        return None
+    some, every = (_packed(seen, block_m, group, nothing) for seen, nothing in _classified_rows(lowered, block_n))
+    return _list_tiles(some.any(3), every.all(3))
+
+
+def _classified_rows(lowered: Lowered, block_n: int) -> tuple[tuple[Tensor, bool], tuple[Tensor, bool]]:
+    """`_classify` for single rows; with each result, what a row that is not there counts as."""
+    some, every = _classify(lowered, 1, block_n)
+    return (some, False), (every, True)
+
+
+def _packed(seen: Tensor, block_m: int, group: int, nothing: bool) -> Tensor:
+    """(B or 1, H or 1, Sq, nk) as (B or 1, Hkv or 1, tiles, block_m, nk)."""
+    b, h, rows, nk = seen.shape
+    heads = max(1, h // group)
+    packed = seen.expand(b, heads * group, rows, nk).unflatten(1, (heads, group)).transpose(2, 3).flatten(2, 3)
+    padded = F.pad(packed, (0, 0, 0, -packed.shape[2] % block_m), value=nothing)
+    return padded.unflatten(2, (-1, block_m))
+
+
+def _list_tiles(some: Tensor, every: Tensor) -> Visit:
+    """Lists from bool (B or 1, H or 1, rows, columns): the tiles to visit, and those that need no masking."""
     every = every & some
     # Stable: first the partial tiles, then the full ones, each in ascending order.
     order = torch.where(some, every.to(torch.uint8), 2).argsort(dim=3, stable=True).int().contiguous()

@@ -13,6 +13,18 @@ from .structs import Rows, Walk
 def query_rows(i, b, h, q_start, q_len, k_len, shift, interval, scoring, BLOCK_M: tl.constexpr):
     """The rows of tile i."""
     index = i * BLOCK_M + tl.arange(0, BLOCK_M)
+    return _rows(b, h, index, q_start, q_len, k_len, shift, interval, scoring)
+
+
+@triton.jit
+def packed_rows(i, b, hkv, group, q_start, q_len, k_len, shift, interval, scoring, BLOCK_M: tl.constexpr):
+    """The rows of tile i of a kv head: those of all heads that share it, head by head for each query."""
+    row = i * BLOCK_M + tl.arange(0, BLOCK_M)
+    return _rows(b, hkv * group + row % group, row // group, q_start, q_len, k_len, shift, interval, scoring)
+
+
+@triton.jit
+def _rows(b, h, index, q_start, q_len, k_len, shift, interval, scoring):
     m, valid = index + shift, index < q_len
     lo, hi = row_interval(interval, b, m, q_start + index, valid, k_len)
     first_key, second_key = index, index
@@ -24,8 +36,11 @@ def query_rows(i, b, h, q_start, q_len, k_len, shift, interval, scoring, BLOCK_M
 @triton.jit
 def down(rows):
     """The rows as (rows, 1) vectors, for scores with one row per query."""
+    h = rows.h
+    if len(rows.h.shape) > 0:
+        h = rows.h[:, None]
     return Rows(
-        rows.b, rows.h, rows.index[:, None], rows.m[:, None], rows.valid[:, None], rows.lo[:, None], rows.hi[:, None],
+        rows.b, h, rows.index[:, None], rows.m[:, None], rows.valid[:, None], rows.lo[:, None], rows.hi[:, None],
         rows.first_key[:, None], rows.second_key[:, None],
     )  # fmt: skip
 
@@ -47,23 +62,34 @@ def _listed(visit, b, h, i):
 
 
 @triton.jit
-def key_tiles(
-    rows, i, q_len, k_len, shift, interval, visit, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
-    """The key tiles that the rows of tile i visit."""
+def key_tiles(rows, h, i, first, last, k_len, shift, interval, visit, BLOCK_N: tl.constexpr):
+    """The key tiles that the rows of tile i visit: `first` to `last` of the sequence; `h` is the head of tile lists."""
     if visit is None:
         if interval.low is None:
             # The bounds of closed formulas never decrease: those of the first and the last row are the extreme ones.
-            first, last = i * BLOCK_M + shift, tl.minimum((i + 1) * BLOCK_M, q_len) - 1 + shift
-            lo_min, hi_min = row_interval(interval, rows.b, first, 0, i * BLOCK_M < q_len, k_len)
-            lo_max, hi_max = row_interval(interval, rows.b, last, 0, i * BLOCK_M < q_len, k_len)
+            lo_min, hi_min = row_interval(interval, rows.b, first + shift, 0, first <= last, k_len)
+            lo_max, hi_max = row_interval(interval, rows.b, last + shift, 0, first <= last, k_len)
         else:
             lo_min, lo_max, hi_min, hi_max = extremes(rows.lo, rows.hi, rows.valid)
         span = kv_tile_range(lo_min, lo_max, hi_min, hi_max, BLOCK_N)
         return Walk(span.first, span.full_first, span.full_last, span.last, 0)
     else:
-        partial, last, listed = _listed(visit, rows.b, rows.h, i)
-        return Walk(0, partial, last, last, listed)
+        partial, end, listed = _listed(visit, rows.b, h, i)
+        return Walk(0, partial, end, end, listed)
+
+
+@triton.jit
+def part_of(walk, part, parts):
+    """One of equal parts of a walk."""
+    count = walk.last - walk.first
+    first, last = walk.first + count * part // parts, walk.first + count * (part + 1) // parts
+    return Walk(first, walk.full_first, walk.full_last, last, walk.listed)
+
+
+@triton.jit
+def row_offsets(x, rows):
+    """Where the rows lie in `x`, from row 0 of head 0 on."""
+    return tl.cast(rows.index, tl.int64) * x.row + tl.cast(rows.h, tl.int64) * x.head
 
 
 @triton.jit

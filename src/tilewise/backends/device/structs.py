@@ -89,7 +89,7 @@ class Scoring(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The query rows of a tile, inside a kernel: vectors along the tile, but for b and h."""
+    """The query rows of a tile, inside a kernel: vectors along the tile, but for b, and h where they are of one head."""
 
     b: tl.tensor
     h: tl.tensor

@@ -9,6 +9,8 @@ from tilewise.backends.device.launch import on_device
 from tilewise.backends.device.lower import lower
 from tilewise.backends.device.replay import Replays, call_key
 from tilewise.backends.triton.backward import backward
+from tilewise.backends.triton.configs import decodes
+from tilewise.backends.triton.decode import decode
 from tilewise.backends.triton.forward import forward
 from tilewise.spec import BoundSpec
 
@@ -36,7 +38,8 @@ class TritonBackend:
     ) -> tuple[Tensor, Tensor, Tensor]:
         def make() -> tuple[Tensor, Tensor, Tensor]:
             x, y, z = map(as_rows, (q, k, v))
-            return forward(x, y, z, lower(x, y, bound, max_q, max_k))
+            call = lower(x, y, bound, max_q, max_k)
+            return (decode if decodes(call, x.shape[-2] // y.shape[-2]) else forward)(x, y, z, call)
 
         with on_device(q):
             o, lse, max_logit = self._forwards.call(call_key(bound, q, k, v), (q, k, v), make)

@@ -110,7 +110,8 @@ def dq_kernel(
         matrix(v, b, hkv, k_start, k_len, DV, BLOCK_N, BLOCK_DV, TMA), k.row, v.row, k_len,
     )  # fmt: skip
     lse2, delta = -row_lse[:, None] * scoring.factor, -row_delta[:, None]
-    walk = key_tiles(rows, i, q_len, k_len, shift, interval, visit, BLOCK_M, BLOCK_N)
+    last = tl.minimum((i + 1) * BLOCK_M, q_len) - 1
+    walk = key_tiles(rows, h, i, i * BLOCK_M, last, k_len, shift, interval, visit, BLOCK_N)
     acc, dslope = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     acc, dslope = dq_sweep(
         walk, visit, acc, dslope, q_tile, do_tile, keys, down(rows), scoring, lse2, delta, D, DV, BLOCK_N,

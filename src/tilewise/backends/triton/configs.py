@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 
+from tilewise.backends.device.lower import Lowered
+from tilewise.backends.device.order import multiprocessors
 from tilewise.backends.device.precision import tf32_allowed
+from tilewise.tiles import cdiv, splits
 
 BARRIERS = 2048  # bytes of shared memory beside the tiles
 
@@ -29,6 +32,13 @@ class Config:
                 raise ValueError(f"{name} must be a power of two, not {value}")
         if self.block_m < 16 or self.block_n < 16:
             raise ValueError(f"tiles have at least 16 rows and keys, not {self.block_m} x {self.block_n}")
+
+
+@dataclass(frozen=True)
+class DecodeConfig(Config):
+    """The same for few rows over many keys, and the number of parts into which the keys are divided."""
+
+    splits: int = 1
 
 
 def options(config: Config) -> dict[str, int]:
@@ -144,6 +154,47 @@ def pick_dq(dim: int, dtype: torch.dtype, keys: int, uneven: bool) -> Config:
     if dim <= 256:
         return Config(128, 32, 8, 3, False)  # 1K 376 / 505, 16K 636 / 627; by descriptors 346 / 473, 612 / 610
     return Config(16, 32, 8, 1) if dim <= 512 else Config(16, 16, 8, 1)
+
+
+def pick_decode(dim: int, dtype: torch.dtype, rows: int) -> Config:
+    """For the larger of the two head dims and tiles of that many rows; the kernel walks tiles of `block_n` keys."""
+    if dtype == torch.float32:
+        return Config(rows, 32, 4, 2) if dim <= 128 else Config(min(rows, 32), 16, 4, 1)
+    if dim <= 128:
+        # One query, 16 sequences of 16K keys, 32/8 heads of 128: 4,458 GB/s of keys and values; 3 stages 4,376, 128 keys 4,455
+        return Config(rows, 64, 4, 4)
+    return Config(min(rows, 32), 32, 4, 2)
+
+
+#: Programs of the decode kernel on one multiprocessor at one time.
+RESIDENT = 2
+#: Rows of one sequence and kv head from which the ordinary forward kernel takes the call: a tile of its own.
+DECODE_ROWS = 64
+
+
+def decodes(call: Lowered, group: int) -> bool:
+    """Whether a call is for the decode kernel: few rows, and heads that share keys or too few programs otherwise."""
+    few = call.lengths.max_q * group <= DECODE_ROWS
+    return few and (group > 1 or call.B * call.H < RESIDENT * multiprocessors(call.device))
+
+
+@lru_cache(maxsize=1024)
+def decode_config(
+    D: int, Dv: int, dtype: torch.dtype, device: torch.device, rows: int, heads: int, keys: int
+) -> DecodeConfig:
+    """The measured tiles of the decode kernel, as far as they fit the device, and the parts of the keys.
+
+    Args:
+        D, Dv, dtype, device: of the call.
+        rows: of one sequence and kv head.
+        heads: sequences times kv heads.
+        keys: that the rows of one sequence see at most.
+    """
+    owned, streamed = padded(D) * dtype.itemsize, (padded(D) + padded(Dv)) * dtype.itemsize
+    picked = pick_decode(max(D, Dv), dtype, min(DECODE_ROWS, padded(max(1, rows))))
+    tiled = fitted(picked, owned, streamed, True, shared_memory(device))
+    programs, slots = max(1, heads * cdiv(rows, tiled.block_m)), RESIDENT * multiprocessors(device)
+    return DecodeConfig(**asdict(tiled), splits=splits(cdiv(keys, tiled.block_n), programs, slots))
 
 
 @lru_cache(maxsize=1024)

@@ -9,7 +9,7 @@ from tilewise.backends.device.launch import Launcher, layout_key, tma
 from tilewise.backends.device.lower import Lowered, per_row, strided, visit
 from tilewise.backends.device.order import heads_together
 from tilewise.backends.device.portable import work_order
-from tilewise.backends.device.rows import down, is_partial, key_tiles, query_rows, tile_of
+from tilewise.backends.device.rows import down, is_partial, key_tiles, query_rows, row_offsets, tile_of
 from tilewise.backends.device.scoremods import drop, hide, scores
 from tilewise.backends.device.seqinfo import load_rows, matrix, not_finite, rows_at, sequence, store_rows
 from tilewise.backends.device.softmax import LN2, LOG2E, finish_softmax, update_softmax
@@ -45,10 +45,10 @@ def forward_sweep(
 
 @triton.jit
 def repair_rows(
-    o, row_stride, v_base, walk, visit, q, keys, rows, scoring, lse2, scale, D: tl.constexpr, DV: tl.constexpr,
+    o, offset, v_base, walk, visit, q, keys, rows, scoring, lse2, scale, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Write the rows' outputs again, with every value taken only by the rows that see it.
+    """Write the rows' outputs again, at o + offset, with every value taken only by the rows that see it.
 
     In a product p v an Inf or NaN in v reaches rows with p = 0, too. Where outputs are not finite, this slow pass
     multiplies finite values only, and counts the others for the rows that see them.
@@ -74,8 +74,24 @@ def repair_rows(
             above = tl.dot(seen, tl.where(finite | (v < 0), 0.0, 1.0).to(v.dtype), above, input_precision=PRECISION)
             below = tl.dot(seen, tl.where(finite | (v > 0), 0.0, 1.0).to(v.dtype), below, input_precision=PRECISION)
         acc += tl.where(above > 0, float("inf"), 0.0) + tl.where(below > 0, -float("inf"), 0.0)
-        index, valid = tl.reshape(rows.index, [q.shape[0]]), tl.reshape(rows.valid, [q.shape[0]])
-        store_rows(o, row_stride, acc * scale, index, column, valid, DV)
+        store_rows(o, 1, acc * scale, offset, column, tl.reshape(rows.valid, [q.shape[0]]), DV)
+
+
+@triton.jit
+def write_rows(o, lse, sinks, acc, top, total, rows, q_start, scoring, DV: tl.constexpr):
+    """From sums over the keys to o and lse; returns both, and the factor that dropout leaves to normalised sums."""
+    if sinks is not None:
+        row_lse, norm = finish_softmax(top, total, tl.load(sinks + rows.h))
+    else:
+        row_lse, norm = finish_softmax(top, total, None)
+    scale = 1.0
+    if scoring.seed is not None:
+        scale = scoring.drop_scale
+    tl.store(rows_at(lse, rows.b, rows.h, q_start) + rows.index, row_lse, mask=rows.valid)
+    acc = acc * (norm * scale)[:, None]
+    column = tl.arange(0, acc.shape[1])
+    store_rows(rows_at(o, rows.b, 0, q_start), 1, acc, row_offsets(o, rows), column, rows.valid, DV)
+    return acc, row_lse, scale
 
 
 @triton.jit(do_not_specialize=["heads", "group", "tiles", "batch_heads", "together"])
@@ -99,7 +115,8 @@ def forward_kernel(
         matrix(k, b, hkv, k_start, k_len, D, BLOCK_N, BLOCK_D, TMA),
         matrix(v, b, hkv, k_start, k_len, DV, BLOCK_N, BLOCK_DV, TMA), k.row, v.row, k_len,
     )  # fmt: skip
-    walk = key_tiles(rows, i, q_len, k_len, shift, interval, visit, BLOCK_M, BLOCK_N)
+    last = tl.minimum((i + 1) * BLOCK_M, q_len) - 1
+    walk = key_tiles(rows, h, i, i * BLOCK_M, last, k_len, shift, interval, visit, BLOCK_N)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -109,23 +126,24 @@ def forward_kernel(
     if max_logit is not None:
         highest = tl.max(tl.where(rows.valid, top, -float("inf")), 0) * LN2
         tl.atomic_max(max_logit + h, highest)
-    if sinks is not None:
-        row_lse, norm = finish_softmax(top, total, tl.load(sinks + h))
-    else:
-        row_lse, norm = finish_softmax(top, total, None)
-    scale = 1.0
-    if scoring.seed is not None:
-        scale = scoring.drop_scale
-    tl.store(rows_at(lse, b, h, q_start) + rows.index, row_lse, mask=rows.valid)
-    o_base = rows_at(o, b, h, q_start)
-    acc = acc * (norm * scale)[:, None]
-    store_rows(o_base, o.row, acc, rows.index, tl.arange(0, BLOCK_DV), rows.valid, DV)
+    acc, row_lse, scale = write_rows(o, lse, sinks, acc, top, total, rows, q_start, scoring, DV)
     if not_finite(acc) > 0:
         lse2 = tl.where(row_lse == -float("inf"), float("inf"), row_lse * LOG2E)
         repair_rows(
-            o_base, o.row, rows_at(v, b, hkv, k_start), walk, visit, q_tile, keys, down(rows), scoring, lse2, scale, D, DV,
-            BLOCK_N, min(32, BLOCK_DV), PRECISION, TMA,
+            rows_at(o, b, 0, q_start), row_offsets(o, rows), rows_at(v, b, hkv, k_start), walk, visit, q_tile, keys,
+            down(rows), scoring, lse2, scale, D, DV, BLOCK_N, min(32, BLOCK_DV), PRECISION, TMA,
         )  # fmt: skip
+
+
+def new_outputs(q: Tensor, v: Tensor, call: Lowered) -> tuple[Tensor, Tensor, Tensor]:
+    """o, lse and max_logit, to be written by kernels; what these leave out is there already."""
+    o = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    lse = q.new_empty(call.lse_shape, dtype=torch.float32)
+    if call.varlen:  # rows between sequences belong to no program
+        o.zero_()
+        lse.fill_(-float("inf"))
+    asked = call.bound.spec.max_logit
+    return o, lse, lse.new_full((call.H,), -float("inf")) if asked else lse.new_empty(0)
 
 
 def forward(
@@ -143,13 +161,7 @@ def forward(
     """
     D, DV = q.shape[-1], v.shape[-1]
     config = config or forward_config(D, DV, q.dtype, q.device, call.lengths.max_k)
-    o = q.new_empty((*q.shape[:-1], DV))
-    lse = q.new_empty(call.lse_shape, dtype=torch.float32)
-    asked = call.bound.spec.max_logit
-    max_logit = lse.new_full((call.H,), -float("inf")) if asked else lse.new_empty(0)
-    if call.varlen:  # rows between sequences belong to no program
-        o.zero_()
-        lse.fill_(-float("inf"))
+    o, lse, max_logit = new_outputs(q, v, call)
     tiles, heads, group = cdiv(call.lengths.max_q, config.block_m), call.B * call.H, call.H // k.shape[-2]
     if tiles * call.B == 0:
         return o, lse, max_logit
@@ -159,7 +171,7 @@ def forward(
         config.descriptors and tma(k, v),
     )  # fmt: skip
     args = (
-        strided(q), strided(k), strided(v), strided(o), per_row(lse), max_logit if asked else None, call.lengths,
+        strided(q), strided(k), strided(v), strided(o), per_row(lse), max_logit if len(max_logit) else None, call.lengths,
         call.interval, call.scoring, listed, call.sinks, call.H, group, tiles, heads,
         heads_together(call, call.lengths.max_k, k, v, group), *constants,
     )  # fmt: skip
