@@ -55,7 +55,7 @@ def _load_triton() -> Backend:
     return triton.TritonBackend()
 
 
-FEW_ROWS = 16  # of one kv head: a decoding step's
+FEW_ROWS, MANY_KEYS = 64, 8  # rows of one sequence and kv head, keys for each of them: a decoding step's
 GLUON_VERSION = "3.6"  # of Triton: the language has changed in every release since
 
 
@@ -82,8 +82,9 @@ def _gluon_lacks(problem: Problem) -> str | None:
         return "there are no rows or no keys"
     if max(problem.total_q * problem.H, 2 * problem.total_k) >= 2**31:
         return "rows and keys are too many for 32-bit numbers"
-    if problem.Sq * problem.G <= FEW_ROWS:
-        return f"{problem.Sq * problem.G} rows that share keys are better served with the keys divided, as triton does"
+    rows = problem.Sq * problem.G
+    if rows <= FEW_ROWS and problem.Sk >= MANY_KEYS * rows:
+        return f"{rows} rows share {problem.Sk} keys, which triton divides among programs"
     if problem.D % 8 or problem.Dv % 8:
         return f"head dims {problem.D}, {problem.Dv} are not multiples of 8"
     if any(term.name == "prefix" and term.tensors for term in problem.spec.mask):
