@@ -56,7 +56,8 @@ def test_mixed_decode_calls_compile(case):
 @pytest.mark.parametrize(("D", "dtype"), [(512, torch.bfloat16), (128, torch.float32), (512, torch.float32)])
 def test_wide_decode_calls_compile(D, dtype):
     case = Case("wide", B=1, Sq=1, Sk=512, H=1, D=D)
-    for target in ("sm_90", "gfx942"):
+    too_wide = dtype == torch.float32 and D == 512  # for the 64 KiB of an MI300: 16 rows, keys and values of float32
+    for target in ("sm_90",) if too_wide else ("sm_90", "gfx942"):
         _fits(compile_decode(make_inputs(case, dtype), target), target)
 
 
