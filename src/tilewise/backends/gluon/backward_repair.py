@@ -39,7 +39,8 @@ def repair_dq(
     do_tile = load_rows(rows_at(do, b, h, q_start), do.row, i * TILE, q_len, t, v_column, DV, False)
     lse2, row_delta = statistics_of(minus_lse, minus_delta, lengths, scoring, b, h, q_start, rows, call)
     keys, values = rows_at(k, b, h // call.group, k_start), rows_at(v, b, h // call.group, k_start)
-    walk = key_tiles(rows, i, q_len, k_len, shift, interval, None, TILE, TILE)
+    last = tl.minimum((i + 1) * TILE, q_len) - 1
+    walk = key_tiles(rows, h, i, i * TILE, last, k_len, shift, interval, None, TILE)
     acc = tl.zeros([TILE, BLOCK_D], tl.float32)
     for j in range(walk.first, walk.last):
         k_tile = load_rows(keys, k.row, j * TILE, k_len, t, column, D, False)
