@@ -59,9 +59,13 @@ FEW_ROWS, MANY_KEYS = 64, 8  # rows of one sequence and kv head, keys for each o
 GLUON_VERSION = "3.6"  # of Triton: the language has changed in every release since
 
 
-@lru_cache(maxsize=1)
 @while_tracing
 def _gluon_requires() -> str | None:
+    return _no_gluon()  # behind a plain function: PyTorch 2.11 takes what lru_cache makes for a method of the row
+
+
+@lru_cache(maxsize=1)
+def _no_gluon() -> str | None:
     if (reason := _triton_requires()) is not None:
         return reason
     try:
