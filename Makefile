@@ -48,7 +48,7 @@ $(TRITON_VENV)/.installed: pyproject.toml constraints-triton.txt
 	touch $@
 
 triton: $(TRITON_VENV)/.installed
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(TRITON_PYTEST) tests/triton_lanes/test_interpret.py tests/triton_lanes/test_decode.py
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(TRITON_PYTEST) tests/triton_lanes/test_interpret*.py tests/triton_lanes/test_decode.py
 	$(TRITON_PYTEST) tests/triton_lanes/test_compile.py tests/triton_lanes/test_gluon_*.py tests/triton_lanes/test_replay.py
 
 # On a machine with a GPU, with the torch that is installed there (and pytest, pytest-xdist, hypothesis): everything that has
