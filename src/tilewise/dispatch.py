@@ -101,11 +101,19 @@ def _gluon_lacks(problem: Problem) -> str | None:
 def _load_gluon() -> Backend:
     from tilewise.backends import gluon, triton  # noqa: PLC0415  only where a GPU call asks for it
 
+    return Composite(gluon.GluonForward(), triton.TritonBackend())
+
+
+def _load_gluon_backward() -> Backend:
+    from tilewise.backends import gluon, triton  # noqa: PLC0415  only where a GPU call asks for it
+
     return Composite(gluon.GluonForward(), gluon.GluonBackward(triton.TritonBackend()))
 
 
 #: With TRITON_INTERPRET=1 Triton kernels run on CPU tensors, slowly: for debugging and tests.
 _TRITON_DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+
+_GLUON_FEATURES = frozenset(FEATURES) - {"document", "blocks", "dense", "bias", "dropout"}
 
 #: In order of preference.
 BACKENDS: tuple[Capabilities, ...] = (
@@ -121,11 +129,11 @@ BACKENDS: tuple[Capabilities, ...] = (
     ),
     Capabilities(
         name="gluon",
-        title="Hopper GPU (Gluon; repeatable gradients: Triton)",
+        title="Hopper GPU (Gluon; backward: Triton)",
         device="cuda",
         dtypes=(torch.bfloat16, torch.float16),
         max_head_dim=256,
-        features=frozenset(FEATURES) - {"document", "blocks", "dense", "bias", "dropout"},
+        features=_GLUON_FEATURES,
         requires=_gluon_requires,
         load=_load_gluon,
         extra=_gluon_lacks,
@@ -140,6 +148,18 @@ BACKENDS: tuple[Capabilities, ...] = (
         requires=_triton_requires,
         load=_load_triton,
         extra=_triton_lacks,
+    ),
+    # Last, so that only `backend=` asks for it: its gradients are not proven where inputs hold NaN.
+    Capabilities(
+        name="gluon_backward",
+        title="Hopper GPU (Gluon, both passes; on trial)",
+        device="cuda",
+        dtypes=(torch.bfloat16, torch.float16),
+        max_head_dim=256,
+        features=_GLUON_FEATURES,
+        requires=_gluon_requires,
+        load=_load_gluon_backward,
+        extra=_gluon_lacks,
     ),
 )
 
