@@ -23,9 +23,11 @@ LAYERS = (
     ("problem",),
     ("backends.base",),
     ("dispatch",),
+    ("plan",),
+    ("traffic",),
     ("ops", "call", "cost", "merge"),
     ("api",),
-    ("explain", "page", "flash_attn", "sampling", "dense", "testing", "cli", "training", ""),
+    ("explain", "page", "flash_attn", "sampling", "dense", "testing", "io_model", "cli", "training", ""),
 )
 #: Rows whose modules may import each other (packages of the top row are whole programs).
 TOP = len(LAYERS) - 1
@@ -177,7 +179,18 @@ def test_files_say_what_they_are(path):
 
 @each_file
 def test_public_functions_are_documented(path):
-    if _module(path) not in ("api", "merge", "flash_attn", "dispatch", "reference", "testing", "masks", "cost"):
+    if _module(path) not in (
+        "api",
+        "merge",
+        "flash_attn",
+        "dispatch",
+        "reference",
+        "testing",
+        "masks",
+        "cost",
+        "plan",
+        "traffic",
+    ):
         pytest.skip("not public")
     for node in ast.parse(path.read_text()).body:
         if (
@@ -188,6 +201,7 @@ def test_public_functions_are_documented(path):
             assert ast.get_docstring(node), node.name
 
 
+PUBLIC = ("api", "merge", "flash_attn", "dispatch", "reference", "testing", "masks", "cost", "plan", "traffic")
 INTERNAL = ("IntervalMask", "TileMask", "check_align", "names")  # of masks and dispatch, whose users read their base
 
 PROBE = """

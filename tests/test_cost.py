@@ -8,6 +8,7 @@ from cases import CASES
 
 import tilewise
 from tilewise import cost, reference
+from tilewise.plan import FULL, MASKED, SKIPPED, tile_plan
 from tilewise.problem import Problem
 from tilewise.spec import AttentionSpec, MaskTerm
 from tilewise.testing import Case, bind, make_inputs, problem_of
@@ -35,19 +36,19 @@ def _tiles(visible, block_m, block_n):
 def _brute_force(inputs, bound, problem):
     """The counts of `Cost`, one tile at a time from the plan of each sequence and head."""
     pairs = loads = rows_loaded = 0
-    kinds = dict.fromkeys((cost.FULL, cost.MASKED, cost.SKIPPED), 0)
+    kinds = dict.fromkeys((FULL, MASKED, SKIPPED), 0)
     for b, visible in enumerate(_visible(inputs, bound)):
         for h in range(problem.H):
             sizes = {"max_q": problem.Sq, "max_k": problem.Sk} if inputs.varlen else {}
-            plan = cost.tile_plan(bound, inputs.q.shape, inputs.k.shape, BLOCK_M, BLOCK_N, **sizes, b=b, h=h)
+            plan = tile_plan(bound, inputs.q.shape, inputs.k.shape, BLOCK_M, BLOCK_N, **sizes, b=b, h=h)
             assert (plan.Sq, plan.Sk) == tuple(visible.shape[1:])
             for i, j, tile in _tiles(visible[h], plan.block_m, plan.block_n):
-                kind = int(plan.grid[i, j]) if tile.numel() else cost.SKIPPED
+                kind = int(plan.grid[i, j]) if tile.numel() else SKIPPED
                 kinds[kind] += tile.numel() > 0
-                if kind == cost.SKIPPED:
+                if kind == SKIPPED:
                     assert not tile.any(), "a tile with visible pairs is skipped"
                     continue
-                assert kind == cost.MASKED or tile.all(), "a tile called full needs the mask"
+                assert kind == MASKED or tile.all(), "a tile called full needs the mask"
                 pairs, loads, rows_loaded = pairs + tile.numel(), loads + tile.shape[1], rows_loaded + tile.shape[0]
     return pairs, loads, rows_loaded, kinds
 
@@ -61,15 +62,19 @@ def test_counts_match_brute_force(case):
     pairs, loads, rows_loaded, kinds = _brute_force(inputs, bound, problem)
     assert found.visible_pairs == visible
     assert found.visited_pairs == pairs
-    assert found.tiles == (kinds[cost.FULL], kinds[cost.MASKED], kinds[cost.SKIPPED])
+    assert found.tiles == (kinds[FULL], kinds[MASKED], kinds[SKIPPED])
     D, Dv = problem.D, problem.Dv
     assert (found.forward.flops, found.backward.flops) == (visible * 2 * (D + Dv), visible * 2 * (3 * D + 2 * Dv))
-    assert found.forward.visited_flops == pairs * 2 * (D + Dv)
+    assert (found.forward.visited_flops, found.backward.visited_flops) == (
+        pairs * 2 * (D + Dv),
+        pairs * 2 * (3 * D + 2 * Dv),
+    )
+    assert found.standard_backward.visited_flops == 2 * found.standard_forward.visited_flops
     if bound.bias is None and "dense" not in problem.features:
         rows = problem.total_q * problem.H
         assert found.forward.bytes_read == rows * D * 4 + loads * (D + Dv) * 4 + 8 * rows
         assert found.forward.bytes_written == rows * (Dv * 4 + 4)
-        accumulated = rows_loaded * D * 4 + problem.total_k * problem.Hkv * (D + Dv) * 4 + rows * 4
+        accumulated = (rows + rows_loaded) * D * 4 + problem.total_k * problem.Hkv * (D + Dv) * 4 + rows * 4
         assert found.backward.bytes_written == accumulated
 
 
@@ -137,7 +142,7 @@ def test_out_of_memory_point_is_the_last_that_fits(standard):
 
 def test_tile_masks_bring_their_own_tiles():
     inputs = make_inputs(Case("blocks", Sq=60, Sk=60, mask=(("blocks", 8, 4),)))
-    plan = cost.tile_plan(bind(inputs), inputs.q.shape, inputs.k.shape, 32, 32)
+    plan = tile_plan(bind(inputs), inputs.q.shape, inputs.k.shape, 32, 32)
     assert (plan.block_m, plan.block_n, tuple(plan.grid.shape)) == (8, 4, (8, 15))
 
 

@@ -1,83 +1,23 @@
 """What a call costs: tiles visited, FLOPs, bytes moved, bytes kept for backward, peak memory. Host code for any mask.
 
-Tiles come from the arithmetic that kernels run (`tiles`, `sequences.row_bounds`, `block_mask.tile_map`), so the figures are
-counts, not estimates, for tiles of the given size. "Pairs" are (query row, key) pairs, summed over heads and sequences.
+The figures are counts, not estimates, for tiles of the given size: `plan` says which tiles are visited, `traffic` what an
+algorithm moves for them. "Pairs" are (query row, key) pairs, summed over heads and sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tilewise.block_mask import TileMap, element_mask, tile_map
+from tilewise.plan import BLOCK, schedule
 from tilewise.problem import Problem
-from tilewise.sequences import RowBounds, Sequences, row_bounds, sequences
 from tilewise.spec import BoundSpec
-from tilewise.tiles import cdiv, kv_tile_range
-
-SKIPPED, MASKED, FULL = 0, 1, 2
-BLOCK = 128  # rows and keys of a tile unless the caller says otherwise
-
-
-@dataclass(frozen=True, eq=False)
-class TilePlan:
-    """What happens to each tile of one sequence and head."""
-
-    grid: Tensor  # uint8 (q tiles, kv tiles): SKIPPED, MASKED or FULL
-    block_m: int
-    block_n: int
-    Sq: int
-    Sk: int
-
-    def count(self, kind: int) -> int:
-        """How many tiles are SKIPPED, MASKED or FULL."""
-        return int((self.grid == kind).sum())
-
-    def pairs(self, *kinds: int) -> int:
-        """(row, key) pairs inside tiles of these kinds; tiles at the edges hold what is left of the sequence."""
-        chosen = torch.isin(self.grid, torch.tensor(kinds, dtype=torch.uint8)).long()
-        return int(_sizes(self.Sq, self.block_m) @ chosen @ _sizes(self.Sk, self.block_n))
-
-    @property
-    def key_loads(self) -> int:
-        """Keys read when each block of rows reads the tiles it visits."""
-        return int(((self.grid != SKIPPED).long() @ _sizes(self.Sk, self.block_n)).sum())
-
-    @property
-    def row_loads(self) -> int:
-        """Rows read when each block of keys reads the rows that visit it."""
-        return int((_sizes(self.Sq, self.block_m) @ (self.grid != SKIPPED).long()).sum())
-
-
-def tile_plan(
-    bound: BoundSpec,
-    q_shape: Sequence[int],
-    k_shape: Sequence[int],
-    block_m: int = BLOCK,
-    block_n: int = BLOCK,
-    *,
-    max_q: int = 0,
-    max_k: int = 0,
-    b: int = 0,
-    h: int = 0,
-) -> TilePlan:
-    """Classify every tile of one sequence and head.
-
-    Args:
-        bound: the call's semantics, its tensors on the CPU.
-        q_shape, k_shape: (B, S, H, D), or packed (total, H, D).
-        block_m, block_n: rows and keys of a tile. `Blocks` and `Dense` masks bring their own, which then hold.
-        max_q, max_k: longest sequences of a packed call.
-        b, h: which sequence and head.
-    """
-    seqs = sequences(bound, q_shape, k_shape, max_q, max_k)
-    bounds = row_bounds(bound, seqs, q_shape[0])
-    return _tile_plan(seqs, bounds, _tile_map(bound, seqs), block_m, block_n, b, h)
+from tilewise.tiles import cdiv
+from tilewise.traffic import FLASH2, STANDARD, Account, Sizes, accumulator_bytes
 
 
 @dataclass(frozen=True)
@@ -142,26 +82,33 @@ def cost(
         >>> tilewise.explain(q, k, v, causal=True).cost.forward.flops
         1074790400
     """
-    work = _work(problem, bound, block_m, block_n)
-    dense = problem.B * problem.H * problem.Sq * problem.Sk
-    tiled, standard = _traffic(problem, bound, work), _standard_traffic(problem)
-
-    def passes(computed: int, moved: list[tuple[int, int]]) -> list[Pass]:
-        per_pair = _flops_per_pair(problem)
-        return [Pass(work.visible * f, computed * f, *bytes) for f, bytes in zip(per_pair, moved, strict=True)]
-
-    (forward, backward), (standard_forward, standard_backward) = passes(work.visited, tiled), passes(dense, standard)
+    work = schedule(problem, bound, block_m, block_n).work()
+    sizes = Sizes.of(problem, bound, work)
+    forward, backward = (per_pair * work.visible for per_pair in flops_per_pair(problem))
     return Cost(
         work.visible,
         work.visited,
         Tiles(work.full, work.masked, work.skipped),
-        forward,
-        backward,
+        _pass(FLASH2.forward(sizes), forward),
+        _pass(FLASH2.backward(sizes), backward),
         memory(problem, sum(t.numel() * t.element_size() for t in aux), workers_of(problem)),
-        standard_forward,
-        standard_backward,
+        _pass(STANDARD.forward(sizes), forward),
+        _pass(STANDARD.backward(sizes), backward),
         standard_memory(problem),
     )
+
+
+def _pass(account: Account, flops: int) -> Pass:
+    return Pass(flops, account.matmul, account.bytes_read, account.bytes_written)
+
+
+def flops_per_pair(problem: Problem) -> tuple[int, int]:
+    """FLOPs of products by which benchmarks count, forward and backward.
+
+    Forward: q.k and p.v. Backward: q.k again, dp = do.v, and one product each for dq, dk and dv: 2.5 times as much.
+    """
+    D, Dv = problem.D, problem.Dv
+    return 2 * (D + Dv), 2 * (3 * D + 2 * Dv)
 
 
 # ---- memory ----
@@ -227,174 +174,3 @@ def out_of_memory_point(problem: Problem, memory_bytes: int, standard: bool = Tr
         middle = (low + high) // 2
         low, high = (middle, high) if needed(middle) <= memory_bytes else (low, middle)
     return low
-
-
-def accumulator_bytes(problem: Problem) -> int:
-    """Bytes of one number of lse, delta and accumulators: float64 for float64, else float32."""
-    return 8 if problem.dtype == torch.float64 else 4
-
-
-# ---- FLOPs and traffic ----
-
-
-def _flops_per_pair(problem: Problem) -> tuple[int, int]:
-    """Forward: q.k and p.v. Backward: q.k again, dp = do.v, and one product each for dq, dk and dv: 2.5 times as much."""
-    D, Dv = problem.D, problem.Dv
-    return 2 * (D + Dv), 2 * (3 * D + 2 * Dv)
-
-
-def _traffic(problem: Problem, bound: BoundSpec, work: _Work) -> list[tuple[int, int]]:
-    """Bytes (read, written) by each pass.
-
-    Forward (FlashAttention-2, algorithm 1): every block of rows reads its key tiles. Backward (algorithm 2): delta first, then
-    every block of keys reads the rows that visit it and adds to their dq.
-    """
-    D, Dv, e, acc = problem.D, problem.Dv, problem.dtype.itemsize, accumulator_bytes(problem)
-    rows, keys, kv = problem.total_q * problem.H, problem.total_k * problem.H, problem.total_k * problem.Hkv
-    # Row bounds are two int32 per row; a bias is read wherever a tile is visited, a dense mask where a tile is masked.
-    beside = 8 * rows
-    if bound.bias is not None:
-        beside += work.visited * bound.bias.element_size()
-    if element_mask(bound.tile_masks) is not None:
-        beside += work.masked_pairs
-    forward_read = rows * D * e + work.key_loads * (D + Dv) * e + beside
-    forward_written = rows * (Dv * e + acc)
-    delta_read, delta_written = rows * 2 * Dv * e, rows * acc
-    backward_read = delta_read + keys * (D + Dv) * e + work.row_loads * ((D + Dv) * e + (D + 2) * acc) + beside
-    backward_written = delta_written + work.row_loads * D * acc + kv * (D + Dv) * e
-    return [(forward_read, forward_written), (backward_read, backward_written)]
-
-
-def _standard_traffic(problem: Problem) -> list[tuple[int, int]]:
-    """Every step reads its operands from memory and writes its result there (FlashAttention, algorithm 0)."""
-    rows, keys, e = problem.total_q * problem.H, problem.total_k * problem.Hkv, problem.dtype.itemsize
-    matrix = problem.B * problem.H * problem.Sq * problem.Sk * e
-    q, o, kv = rows * problem.D * e, rows * problem.Dv * e, keys * (problem.D + problem.Dv) * e
-    return [
-        (q + kv + 2 * matrix, o + 2 * matrix),  # S = q.k; P = softmax(S); o = P.v
-        (q + kv + 2 * o + 5 * matrix, q + kv + 2 * matrix),  # dv: P; dP; dS: P, dP; dq: dS; dk: dS
-    ]
-
-
-class _Work(NamedTuple):
-    """Counts over all sequences and heads."""
-
-    visible: int = 0
-    visited: int = 0
-    masked_pairs: int = 0
-    key_loads: int = 0
-    row_loads: int = 0
-    full: int = 0
-    masked: int = 0
-    skipped: int = 0
-
-
-def _work(problem: Problem, bound: BoundSpec, block_m: int, block_n: int) -> _Work:
-    if bound.spec.varlen:
-        q_shape, k_shape = (problem.total_q, problem.H), (problem.total_k, problem.Hkv)
-    else:
-        q_shape, k_shape = (problem.B, problem.Sq, problem.H), (problem.B, problem.Sk, problem.Hkv)
-    seqs = sequences(bound, q_shape, k_shape, problem.Sq, problem.Sk)
-    bounds, tiles, keep = row_bounds(bound, seqs, q_shape[0]), _tile_map(bound, seqs), element_mask(bound.tile_masks)
-    total = _Work()
-    for b, h, times in _distinct(seqs, bounds, tiles, problem.H):
-        plan = _tile_plan(seqs, bounds, tiles, block_m, block_n, b, h)
-        one = _Work(
-            visible=_visible_pairs(seqs, bounds, tiles, keep, b, h),
-            visited=plan.pairs(FULL, MASKED),
-            masked_pairs=plan.pairs(MASKED),
-            key_loads=plan.key_loads,
-            row_loads=plan.row_loads,
-            full=plan.count(FULL),
-            masked=plan.count(MASKED),
-            skipped=plan.count(SKIPPED),
-        )
-        total = _Work(*(a + times * n for a, n in zip(total, one, strict=True)))
-    return total
-
-
-def _distinct(seqs: Sequences, bounds: RowBounds, tiles: TileMap | None, H: int) -> Iterator[tuple[int, int, int]]:
-    """(sequence, head, how many are the same) for each distinct set of tiles."""
-    batches, heads = (1, 1) if tiles is None else tiles.any.shape[:2]
-    if seqs.varlen or bounds.stride:
-        batches = seqs.batch
-    batches = min(batches, seqs.batch)
-    for b in range(batches):
-        for h in range(heads):
-            yield b, h, (seqs.batch // batches) * (H // heads)
-
-
-# ---- tiles ----
-
-
-def _tile_map(bound: BoundSpec, seqs: Sequences) -> TileMap | None:
-    return tile_map(bound.tile_masks, seqs.max_q, seqs.max_k) if bound.tile_masks else None
-
-
-def _tile_plan(
-    seqs: Sequences, bounds: RowBounds, tiles: TileMap | None, block_m: int, block_n: int, b: int, h: int
-) -> TilePlan:
-    if tiles is not None:
-        block_m, block_n = tiles.block_m, tiles.block_n
-    lo, hi = _bounds_of(seqs, bounds, b)
-    Sq, Sk = len(lo), int(seqs.k_len[b])
-    grid = torch.zeros(cdiv(Sq, block_m), cdiv(Sk, block_n), dtype=torch.uint8)
-    for i, (lo_min, lo_max, hi_min, hi_max) in enumerate(_extremes(lo, hi, block_m)):
-        visit = kv_tile_range(lo_min, lo_max, hi_min, hi_max, block_n)
-        grid[i, visit.first : visit.last] = MASKED
-        grid[i, visit.full_first : visit.full_last] = FULL
-    if tiles is not None:
-        listed, full = (_of(t, b, h)[: grid.shape[0], : grid.shape[1]] for t in (tiles.any, tiles.full))
-        grid = torch.where(listed, torch.where(full, grid, grid.clamp(max=MASKED)), SKIPPED)
-    return TilePlan(grid, block_m, block_n, Sq, Sk)
-
-
-def _bounds_of(seqs: Sequences, bounds: RowBounds, b: int) -> tuple[Tensor, Tensor]:
-    start = b * bounds.stride + int(seqs.q_start[b])
-    rows = slice(start, start + int(seqs.q_len[b]))
-    return bounds.lo[rows].long(), bounds.hi[rows].long()
-
-
-def _extremes(lo: Tensor, hi: Tensor, block_m: int) -> list[list[int]]:
-    """(lo_min, lo_max, hi_min, hi_max) of each block of rows. A row that sees no key visits no tile and leaves none full."""
-    far = 2**31 - 1
-
-    def split(t: Tensor, padding: int) -> Tensor:
-        return F.pad(t, (0, -len(t) % block_m), value=padding).reshape(-1, block_m)
-
-    sees = lo < hi
-    found = (
-        split(torch.where(sees, lo, far), far).amin(1),
-        split(lo, 0).amax(1),
-        split(hi, far).amin(1),
-        split(torch.where(sees, hi, 0), 0).amax(1),
-    )
-    return torch.stack(found, 1).tolist()
-
-
-def _visible_pairs(
-    seqs: Sequences, bounds: RowBounds, tiles: TileMap | None, keep: Tensor | None, b: int, h: int
-) -> int:
-    lo, hi = _bounds_of(seqs, bounds, b)
-    if tiles is None:
-        return int((hi - lo).sum())
-    listed, total = _of(tiles.any, b, h), 0
-    for i in range(cdiv(len(lo), tiles.block_m)):
-        rows = slice(i * tiles.block_m, (i + 1) * tiles.block_m)
-        kept = listed[i].repeat_interleave(tiles.block_n)[None, : seqs.max_k]
-        if keep is not None:
-            elements = _of(keep, b, h)
-            kept = kept & (elements[rows][: len(lo[rows])] if elements.shape[0] > 1 else elements)
-        before = F.pad(kept.long().cumsum(1), (1, 0)).expand(len(lo[rows]), -1)  # kept keys below n
-        total += int((before.gather(1, hi[rows, None]) - before.gather(1, lo[rows, None])).sum())
-    return total
-
-
-def _of(t: Tensor, b: int, h: int) -> Tensor:
-    """The part of a (B or 1, H or 1, ., .) tensor for one sequence and head."""
-    return t[b if t.shape[0] > 1 else 0, h if t.shape[1] > 1 else 0]
-
-
-def _sizes(length: int, block: int) -> Tensor:
-    """Rows (or keys) of each tile."""
-    return (length - torch.arange(0, length, block)).clamp(max=block)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from tilewise import api, dispatch
 from tilewise.call import Call, dense_call, packed_call, problem_of
-from tilewise.cost import BLOCK, FULL, MASKED, SKIPPED, Cost, TilePlan, cost, tile_plan
+from tilewise.cost import Cost, cost
+from tilewise.plan import BLOCK, FULL, MASKED, SKIPPED, TilePlan, tile_plan
 from tilewise.problem import Problem
 
 PICTURE = {SKIPPED: "·", MASKED: "▒", FULL: "█"}

@@ -11,7 +11,7 @@ import typer
 import tilewise
 from tilewise import masks
 from tilewise.cli.output import JsonFile, PlotFile, console, dtype_of, figure_file, write_json
-from tilewise.cost import BLOCK, FULL, MASKED, SKIPPED, TilePlan
+from tilewise.plan import BLOCK, FULL, MASKED, SKIPPED, TilePlan
 
 PATTERNS = ("butterfly", "local-global")
 COLOURS = {SKIPPED: "#f2f2f2", MASKED: "#f4a259", FULL: "#2a6f97"}
