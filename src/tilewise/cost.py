@@ -17,7 +17,7 @@ from tilewise.plan import BLOCK, schedule
 from tilewise.problem import Problem
 from tilewise.spec import BoundSpec
 from tilewise.tiles import cdiv
-from tilewise.traffic import FLASH2, STANDARD, Account, Sizes, accumulator_bytes
+from tilewise.traffic import FLASH2, STANDARD, Part, Sizes, account, accumulator_bytes
 
 
 @dataclass(frozen=True)
@@ -89,17 +89,18 @@ def cost(
         work.visible,
         work.visited,
         Tiles(work.full, work.masked, work.skipped),
-        _pass(FLASH2.forward(sizes), forward),
-        _pass(FLASH2.backward(sizes), backward),
+        _pass(FLASH2.forward, sizes, forward),
+        _pass(FLASH2.backward, sizes, backward),
         memory(problem, sum(t.numel() * t.element_size() for t in aux), workers_of(problem)),
-        _pass(STANDARD.forward(sizes), forward),
-        _pass(STANDARD.backward(sizes), backward),
+        _pass(STANDARD.forward, sizes, forward),
+        _pass(STANDARD.backward, sizes, backward),
         standard_memory(problem),
     )
 
 
-def _pass(account: Account, flops: int) -> Pass:
-    return Pass(flops, account.matmul, account.bytes_read, account.bytes_written)
+def _pass(parts: Sequence[Part], sizes: Sizes, flops: int) -> Pass:
+    found = account(parts, lambda _: sizes)
+    return Pass(flops, found.matmul, found.bytes_read, found.bytes_written)
 
 
 def flops_per_pair(problem: Problem) -> tuple[int, int]:

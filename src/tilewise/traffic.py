@@ -7,7 +7,8 @@ executes the same schedules with a counted memory and must find the same numbers
   a tiled kernel loads what its tile needs each time it visits a tile;
 - what several tiles add to in slow memory is kept in the precision of accumulators (`o_sum`, `dq_sum`): it is zeroed first,
   read and written at every visit, and for 16-bit dtypes rounded by one more pass;
-- where masks are intervals, two int32 per row ("bounds"); one byte per pair for boolean masks; a bias where it is visited;
+- two int32 per row ("bounds") where kernels read which keys a row sees rather than compute it; one byte per pair for boolean
+  masks; a bias where it is visited;
 - FLOPs of products (2 m n k), and apart from them one per addition, multiplication, comparison or exponential of an element.
   Recomputed are those that standard attention's backward pass reads from memory instead.
 
@@ -16,8 +17,8 @@ Not counted: O(H) tensors (sinks, slopes), arithmetic of softcap, ALiBi and drop
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -32,19 +33,18 @@ BOUNDS_BYTES = 4
 
 @dataclass(frozen=True)
 class Moved:
-    """Loads and stores of one tensor, in elements of `itemsize` bytes."""
+    """Loads and stores of one tensor by one kernel, in elements of `itemsize` bytes."""
 
     name: str
     itemsize: int
     size: int  # elements of the tensor
     loads: int = 0
     stores: int = 0
-    readers: int = 1  # kernels that read it
 
     @property
     def compulsory(self) -> tuple[int, int]:
-        """Loads and stores that are left if caches hold whatever one kernel reads or writes again."""
-        return min(self.loads, self.readers * self.size), min(self.stores, self.size)
+        """Loads and stores that are left if a cache holds whatever a kernel reads or writes again."""
+        return min(self.loads, self.size), min(self.stores, self.size)
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,7 @@ class Account:
     moved: tuple[Moved, ...]
     matmul: int  # FLOPs of products
     other: int  # all other FLOPs
+    exponentials: int  # of `other`
     recomputed: int = 0  # of `matmul`: what standard attention would have kept
     other_recomputed: int = 0
 
@@ -78,8 +79,16 @@ class Account:
         """Bytes to and from a memory behind a cache that holds whatever one kernel uses again."""
         return sum(sum(m.compulsory) * m.itemsize for m in self.moved)
 
+    def by_tensor(self) -> dict[str, tuple[int, int]]:
+        """(loads, stores) of each tensor that moves, all kernels together."""
+        total: dict[str, tuple[int, int]] = {}
+        for m in self.moved:
+            loads, stores = total.get(m.name, (0, 0))
+            total[m.name] = (loads + m.loads, stores + m.stores)
+        return {name: counts for name, counts in total.items() if any(counts)}
+
     def __add__(self, other: Account) -> Account:
-        numbers = ("matmul", "other", "recomputed", "other_recomputed")
+        numbers = ("matmul", "other", "exponentials", "recomputed", "other_recomputed")
         return Account(self.moved + other.moved, *(getattr(self, n) + getattr(other, n) for n in numbers))
 
 
@@ -98,6 +107,7 @@ class Sizes(NamedTuple):
     bias: int  # bytes of one number of the bias; 0: there is none
     bias_size: int
     dense: int  # elements of the element-wise mask; 0: there is none
+    bounds: bool  # row bounds are read from memory
     work: Work
 
     @classmethod
@@ -105,11 +115,17 @@ class Sizes(NamedTuple):
         keep, bias = element_mask(bound.tile_masks), bound.bias
         rows, kv = problem.total_q * problem.H, problem.total_k * problem.Hkv
         pairs = problem.B * problem.H * problem.Sq * problem.Sk
+        bounds = reads_bounds(problem, bound)
         return cls(
             problem.D, problem.Dv, rows, kv * problem.G, kv, pairs, problem.dtype.itemsize, accumulator_bytes(problem),
             bool(problem.spec.mask), 0 if bias is None else bias.element_size(), 0 if bias is None else bias.numel(),
-            0 if keep is None else keep.numel(), work,
+            0 if keep is None else keep.numel(), bounds, work,
         )  # fmt: skip
+
+
+def reads_bounds(problem: Problem, bound: BoundSpec) -> bool:
+    """Whether kernels read the bounds of each row: always on a CPU, on GPUs where no closed formula gives them."""
+    return problem.device == "cpu" or any(mask.tensors for mask in bound.interval_masks)
 
 
 def accumulator_bytes(problem: Problem) -> int:
@@ -119,18 +135,14 @@ def accumulator_bytes(problem: Problem) -> int:
 
 @dataclass
 class _Ledger:
-    """Collects what moves; the same tensor's entries are added up."""
+    """Collects what moves, kernel by kernel."""
 
     sizes: Sizes
-    moved: dict[str, Moved] = field(default_factory=dict)
+    moved: list[Moved] = field(default_factory=list)
 
     def move(self, name: str, size: int, loads: int = 0, stores: int = 0, itemsize: int = 0) -> None:
         """Note a kernel's loads and stores of a tensor, by default in the dtype of q."""
-        now = Moved(name, itemsize or self.sizes.itemsize, size, loads, stores)
-        if (before := self.moved.get(name)) is not None:
-            readers = before.readers + (1 if loads and before.loads else 0)
-            now = replace(now, loads=before.loads + loads, stores=before.stores + stores, readers=readers)
-        self.moved[name] = now
+        self.moved.append(Moved(name, itemsize or self.sizes.itemsize, size, loads, stores))
 
     def statistics(self, name: str, loads: int = 0, stores: int = 0, per_row: int = 1) -> None:
         """Note loads and stores of numbers per row: lse, delta, (m, l)."""
@@ -140,7 +152,8 @@ class _Ledger:
         """Note a sum in slow memory: zeroed, read and written at every visit, rounded at the end."""
         z = self.sizes
         rounded = z.sums != z.itemsize
-        self.move(f"{name}_sum" if rounded else name, size, visits, size + visits, z.sums)
+        self.move(f"{name}_sum" if rounded else name, size, 0, size, z.sums)
+        self.move(f"{name}_sum" if rounded else name, size, visits, visits, z.sums)
         if rounded:
             self.move(f"{name}_sum", size, size, 0, z.sums)
             self.move(name, size, 0, size)
@@ -148,14 +161,15 @@ class _Ledger:
     def masks(self, bound_rows: int) -> None:
         """Note what tells a sweep which pairs are seen, and the bias."""
         z = self.sizes
-        self.move("bounds", 2 * z.rows, 2 * bound_rows, 0, BOUNDS_BYTES)
+        if z.bounds:
+            self.move("bounds", 2 * z.rows, 2 * bound_rows, 0, BOUNDS_BYTES)
         if z.bias:
             self.move("bias", z.bias_size, z.work.visited, 0, z.bias)
         if z.dense:
             self.move("mask", z.dense, z.work.masked_pairs, 0, 1)
 
     def account(self, *flops: int) -> Account:
-        return Account(tuple(self.moved.values()), *flops)
+        return Account(tuple(self.moved), *flops)
 
 
 # ---- standard attention ----
@@ -174,7 +188,7 @@ def standard_forward(z: Sizes) -> Account:
     led.move("p", matrix, matrix, matrix)
     led.move("v", z.kv * z.Dv, z.kv * z.Dv)
     led.move("o", z.rows * z.Dv, 0, z.rows * z.Dv)
-    return led.account(2 * (z.D + z.Dv) * matrix, (6 + z.masked + bool(z.bias)) * matrix)
+    return led.account(2 * (z.D + z.Dv) * matrix, (6 + z.masked + bool(z.bias)) * matrix, matrix)
 
 
 def standard_backward(z: Sizes) -> Account:
@@ -192,7 +206,7 @@ def standard_backward(z: Sizes) -> Account:
     led.move("dq", z.rows * z.D, 0, z.rows * z.D)
     led.move("q", z.rows * z.D, z.rows * z.D)
     led.move("dk", z.kv * z.D, 0, z.kv * z.D)
-    return led.account(4 * (z.D + z.Dv) * matrix, 5 * matrix)
+    return led.account(4 * (z.D + z.Dv) * matrix, 5 * matrix, 0)
 
 
 # ---- tiled: forward ----
@@ -208,7 +222,8 @@ def rows_outer_forward(z: Sizes) -> Account:
     led.statistics("lse", 0, z.rows)
     led.masks(z.rows)
     softmax = (5 + bool(z.bias)) * work.visited + work.masked_pairs
-    return led.account(2 * (z.D + z.Dv) * work.visited, softmax + (z.Dv + 5) * work.row_loads + (z.Dv + 2) * z.rows)
+    other = softmax + (z.Dv + 5) * work.row_loads + (z.Dv + 2) * z.rows
+    return led.account(2 * (z.D + z.Dv) * work.visited, other, work.visited + work.row_loads)
 
 
 def keys_outer_forward(z: Sizes) -> Account:
@@ -221,10 +236,12 @@ def keys_outer_forward(z: Sizes) -> Account:
     led.move("v", z.kv * z.Dv, z.keys * z.Dv)
     led.move("q", z.rows * z.D, work.row_loads * z.D)
     led.summed("o", z.rows * z.Dv, work.row_loads * z.Dv)
-    led.statistics("m, l", work.row_loads, z.rows + work.row_loads, per_row=2)
+    led.statistics("m, l", 0, z.rows, per_row=2)
+    led.statistics("m, l", work.row_loads, work.row_loads, per_row=2)
     led.masks(work.row_loads)
     softmax = (5 + bool(z.bias)) * work.visited + work.masked_pairs
-    return led.account(2 * (z.D + z.Dv) * work.visited, softmax + (4 * z.Dv + 8) * work.row_loads)
+    other = softmax + (4 * z.Dv + 8) * work.row_loads
+    return led.account(2 * (z.D + z.Dv) * work.visited, other, work.visited + 2 * work.row_loads)
 
 
 # ---- tiled: backward ----
@@ -259,7 +276,8 @@ def summed_backward(z: Sizes) -> Account:
     led.summed("dq", z.rows * z.D, work.row_loads * z.D)
     again = _recomputed(z, 3)
     flops = 2 * (3 * z.D + 2 * z.Dv) * work.visited
-    return led.account(flops, again + 3 * work.visited + 2 * z.Dv * z.rows, 2 * z.D * work.visited, again)
+    other = again + 3 * work.visited + 2 * z.Dv * z.rows
+    return led.account(flops, other, work.visited, 2 * z.D * work.visited, again)
 
 
 def flash1_backward(z: Sizes) -> Account:
@@ -271,12 +289,12 @@ def flash1_backward(z: Sizes) -> Account:
     led.summed("dq", z.rows * z.D, work.row_loads * z.D)
     again = _recomputed(z, 4)
     flops = 2 * (3 * z.D + 2 * z.Dv) * work.visited
-    return led.account(flops, again + 3 * work.visited + 2 * z.Dv * work.row_loads, 2 * z.D * work.visited, again)
+    other = again + 3 * work.visited + 2 * z.Dv * work.row_loads
+    return led.account(flops, other, work.visited, 2 * z.D * work.visited, again)
 
 
-def owned_backward(z: Sizes) -> Account:
-    """tilewise on GPUs: every sum has one owner. dk and dv by blocks of keys, then dq by blocks of rows: no sum in slow
-    memory, no atomics, the same bits every run; p and dp are computed twice."""
+def owned_keys_backward(z: Sizes) -> Account:
+    """tilewise on GPUs: statistics, then dk and dv by blocks of keys. Every sum has one owner and stays on the chip."""
     led, work = _Ledger(z), z.work
     led.move("o", z.rows * z.Dv, z.rows * z.Dv)
     led.move("do", z.rows * z.Dv, z.rows * z.Dv)
@@ -284,6 +302,14 @@ def owned_backward(z: Sizes) -> Account:
     led.statistics("statistics", 0, z.rows, per_row=2)  # -lse and -delta
     _keys_outer_sweep(led)
     led.statistics("statistics", work.row_loads, per_row=2)
+    again = _recomputed(z, 3)
+    other = again + 3 * work.visited + (2 * z.Dv + 2) * z.rows
+    return led.account(4 * (z.D + z.Dv) * work.visited, other, work.visited, 2 * z.D * work.visited, again)
+
+
+def owned_rows_backward(z: Sizes) -> Account:
+    """tilewise on GPUs: dq by blocks of rows, with p and dp computed a second time: the price of no sum in slow memory."""
+    led, work = _Ledger(z), z.work
     led.move("q", z.rows * z.D, z.rows * z.D)
     led.move("do", z.rows * z.Dv, z.rows * z.Dv)
     led.statistics("statistics", z.rows, per_row=2)
@@ -291,23 +317,34 @@ def owned_backward(z: Sizes) -> Account:
     led.move("v", z.kv * z.Dv, work.key_loads * z.Dv)
     led.move("dq", z.rows * z.D, 0, z.rows * z.D)
     led.masks(z.rows)
-    once = _recomputed(z, 3) + 3 * work.visited
-    return led.account(
-        2 * (4 * z.D + 3 * z.Dv) * work.visited,
-        2 * once + (2 * z.Dv + 2) * z.rows,
-        2 * (2 * z.D + z.Dv) * work.visited,
-        2 * once - 3 * work.visited,
-    )
+    again = _recomputed(z, 3) + 3 * work.visited
+    flops, twice = 2 * (2 * z.D + z.Dv) * work.visited, 2 * (z.D + z.Dv) * work.visited
+    return led.account(flops, again, work.visited, twice, again)
+
+
+class Part(NamedTuple):
+    """A sweep over tiles: what stays on the chip while the rest streams past ("rows", "keys", or "" without tiles)."""
+
+    stays: str
+    count: Callable[[Sizes], Account]
 
 
 class Algorithm(NamedTuple):
     """A forward and a backward pass that fit together."""
 
-    forward: Callable[[Sizes], Account]
-    backward: Callable[[Sizes], Account]
+    forward: tuple[Part, ...]
+    backward: tuple[Part, ...]
 
 
-STANDARD = Algorithm(standard_forward, standard_backward)
-FLASH1 = Algorithm(keys_outer_forward, flash1_backward)
-FLASH2 = Algorithm(rows_outer_forward, summed_backward)
-OWNED = Algorithm(rows_outer_forward, owned_backward)
+STANDARD = Algorithm((Part("", standard_forward),), (Part("", standard_backward),))
+FLASH1 = Algorithm((Part("keys", keys_outer_forward),), (Part("keys", flash1_backward),))
+FLASH2 = Algorithm((Part("rows", rows_outer_forward),), (Part("keys", summed_backward),))
+OWNED = Algorithm(
+    (Part("rows", rows_outer_forward),), (Part("keys", owned_keys_backward), Part("rows", owned_rows_backward))
+)
+
+
+def account(parts: Sequence[Part], sizes: Callable[[str], Sizes]) -> Account:
+    """The account of one pass, the sizes of each part given what stays in it."""
+    first, *rest = (part.count(sizes(part.stays)) for part in parts)
+    return sum(rest, first)

@@ -54,6 +54,7 @@ class Chip:
 
     matmul: int = 0
     other: int = 0
+    exponentials: int = 0
     recomputed: int = 0
     other_recomputed: int = 0
 
@@ -68,6 +69,10 @@ class Chip:
         self.other += flops * value.size
         self.other_recomputed += flops * value.size * again
         return value
+
+    def exp(self, x: Array, again: bool = False) -> Array:
+        self.exponentials += x.size
+        return self.each(np.exp(x), 1, again)
 
     def reduce(self, how: Callable[..., Array], value: Array) -> Array:
         """Maximum or sum of each row: one FLOP per element."""
@@ -95,6 +100,7 @@ class Call:
     schedule: Schedule
     scale: float
     memory: Memory
+    bounds_in_memory: bool  # else rows' bounds are computed, and no loads are counted
     chip: Chip = field(default_factory=Chip)
     plans: dict[tuple[int, int], TilePlan] = field(default_factory=dict)
 
@@ -150,7 +156,10 @@ class Call:
     def bounds(self, tile: Tile) -> Array:
         """(lo, hi) of a block of rows."""
         start = tile.b * self.schedule.bounds.stride + int(self.schedule.seqs.q_start[tile.b])
-        return self.memory.load("bounds", slice(None), shifted(tile.m, start))
+        rows = shifted(tile.m, start)
+        if not self.bounds_in_memory:
+            return self.memory.arrays["bounds"][:, rows]
+        return self.memory.load("bounds", slice(None), rows)
 
     def scores(self, tile: Tile, q: Array, k: Array, bounds: Array, again: bool = False) -> Array:
         """A tile of scores; -inf where a row does not see a key."""

@@ -18,7 +18,7 @@ from tilewise.io_model.machine import Array, Call, Chip, Memory, Tile, finite
 from tilewise.plan import schedule
 from tilewise.problem import Problem
 from tilewise.spec import BoundSpec
-from tilewise.traffic import FLASH1, FLASH2, OWNED, STANDARD, Algorithm
+from tilewise.traffic import FLASH1, FLASH2, OWNED, STANDARD, Algorithm, reads_bounds
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,19 @@ def simulate(
     if beside or (algorithm is STANDARD and bound.spec.varlen):
         raise ValueError(f"the simulator does not execute {', '.join(beside) or 'packed sequences with S in memory'}")
     plan = schedule(problem, bound, block_m, block_n)
-    call = Call(problem, plan, bound.softmax_scale, _memory(problem, bound, tensors))
+    memory = _memory(problem, bound, tensors)
+    call = Call(problem, plan, bound.softmax_scale, memory, reads_bounds(problem, bound))
     call.memory.place("bounds", np.stack([plan.bounds.lo.numpy(), plan.bounds.hi.numpy()]))
     if plan.keep is not None:
         call.memory.place("mask", _whole(plan.keep, problem))
-    done = []
-    for execute in PASSES[algorithm]:
-        call.begin()
-        execute(call)
-        done.append(Executed(call.memory.counts(), call.chip))
-    return Simulation(*done, {name: call.memory.arrays[name] for name in ("o", "dq", "dk", "dv")})
+    forward, backward = (_execute(call, one_pass) for one_pass in PASSES[algorithm])
+    return Simulation(forward, backward, {name: call.memory.arrays[name] for name in ("o", "dq", "dk", "dv")})
+
+
+def _execute(call: Call, one_pass: Callable[[Call], None]) -> Executed:
+    call.begin()
+    one_pass(call)
+    return Executed(call.memory.counts(), call.chip)
 
 
 def _memory(problem: Problem, bound: BoundSpec, tensors: Sequence[Tensor]) -> Memory:
@@ -100,7 +103,7 @@ def standard_forward(call: Call) -> None:
                 s = chip.each(s + memory.load("bias", b, h))
             if p_.spec.mask:
                 s = chip.each(np.where(memory.load("mask", b, h), s, -np.inf))
-            e = chip.each(np.exp(s - finite(chip.reduce(_highest, s))), 2)
+            e = chip.exp(chip.each(s - finite(chip.reduce(_highest, s))))
             total = chip.reduce(np.sum, e)
             memory.store("p", chip.each(e / np.where(total > 0, total, 1)), b, h)
             memory.store("o", chip.product(memory.load("p", b, h), v), h, rows)
@@ -168,8 +171,8 @@ def rows_outer_forward(call: Call) -> None:
             k, v = memory.load("k", h // G, tile.keys), memory.load("v", h // G, tile.keys)
             s = call.scores(tile, q, k, bounds)
             new_max = chip.each(np.maximum(row_max, chip.reduce(np.max, s)))
-            alpha = chip.each(np.exp(row_max - finite(new_max)), 2)
-            p = chip.each(np.exp(s - finite(new_max)), 2)
+            alpha = chip.exp(chip.each(row_max - finite(new_max)))
+            p = chip.exp(chip.each(s - finite(new_max)))
             row_sum = chip.each(alpha * row_sum + chip.reduce(np.sum, p), 2)
             acc = chip.each(acc * alpha) + chip.product(p, v)
             row_max = new_max
@@ -192,11 +195,11 @@ def keys_outer_forward(call: Call) -> None:
                 m, l = np.split(memory.load("m, l", h, tile.rows), 2, axis=1)
                 s = call.scores(tile, q, k, call.bounds(tile))
                 m_tile = chip.reduce(np.max, s)
-                p = chip.each(np.exp(s - finite(m_tile)), 2)
+                p = chip.exp(chip.each(s - finite(m_tile)))
                 l_tile = chip.reduce(np.sum, p)
                 m_new = chip.each(np.maximum(m, m_tile))
-                before = chip.each(np.exp(m - finite(m_new)), 2)
-                now = chip.each(np.exp(m_tile - finite(m_new)), 2)
+                before = chip.exp(chip.each(m - finite(m_new)))
+                now = chip.exp(chip.each(m_tile - finite(m_new)))
                 l_new = chip.each(before * l + now * l_tile, 3)
                 o_i = (before * l) * o_i + now * chip.product(p, v)
                 memory.store(o, chip.each(o_i / np.where(l_new > 0, l_new, 1), 4), h, tile.rows)
@@ -214,9 +217,10 @@ def _gradients(
     chip, (q, k, v, do) = call.chip, operands
     s = call.scores(tile, q, k, call.bounds(tile), again=True)
     if m_l:
-        p = chip.each(np.exp(s - finite(stats[:, :1])) / np.where(stats[:, 1:] > 0, stats[:, 1:], 1), 3, again=True)
+        exponential = chip.exp(chip.each(s - finite(stats[:, :1]), 1, again=True), again=True)
+        p = chip.each(exponential / np.where(stats[:, 1:] > 0, stats[:, 1:], 1), 1, again=True)
     else:
-        p = chip.each(np.exp(s - finite(stats)), 2, again=True)
+        p = chip.exp(chip.each(s - finite(stats), 1, again=True), again=True)
     dp = chip.product(do, v.T)
     return p, chip.each(chip.each(p * (dp - delta), 2) * call.scale)
 
@@ -298,7 +302,7 @@ def owned_backward(call: Call) -> None:
         for tile in tiles:
             k, v = memory.load("k", tile.h // G, tile.keys), memory.load("v", tile.h // G, tile.keys)
             s = call.scores(tile, q, k, bounds, again=True)
-            p = chip.each(np.exp(s - finite(stats)), 2, again=True)
+            p = chip.exp(chip.each(s - finite(stats), 1, again=True), again=True)
             dp = chip.product(do, v.T, again=True)
             ds = chip.each(chip.each(p * (dp - delta), 2, again=True) * call.scale, 1, again=True)
             dq += chip.product(ds, k)
