@@ -7,7 +7,8 @@ import pytest
 
 import tilewise
 
-MODULES = ("api", "dispatch", "flash_attn", "masks", "merge", "testing")
+IO_MODEL = tuple(f"io_model.{name}" for name in ("fit", "laws", "models", "systems"))
+MODULES = ("api", "cost", "dispatch", "flash_attn", "masks", "merge", "testing", *IO_MODEL)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -6,7 +6,7 @@ algorithm moves for them. "Pairs" are (query row, key) pairs, summed over heads 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -168,10 +168,15 @@ def out_of_memory_point(problem: Problem, memory_bytes: int, standard: bool = Tr
         extra = standard_memory(sized) if standard else memory(sized, 0, workers_of(sized))
         return 2 * tensor_bytes(sized) + max(extra.peak_forward, extra.peak_backward)
 
+    return largest(lambda n: needed(n) <= memory_bytes)
+
+
+def largest(fits: Callable[[int], bool]) -> int:
+    """The largest n >= 1 that fits, where all smaller ones fit, too; 0 if none does."""
     low, high = 0, 1
-    while needed(high) <= memory_bytes:
+    while fits(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if needed(middle) <= memory_bytes else (low, middle)
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return low

@@ -94,7 +94,7 @@ def explain(
         >>> e.backend, e.cost.tiles
         ('cpu', Tiles(full=4, masked=8, skipped=4))
     """
-    call, backend = _call(q, k, v, options)
+    call, backend = call_of(q, k, v, options)
     problem = problem_of(call.signatures, call.spec, call.max_q, call.max_k)
     if not 0 <= b < max(problem.B, 1) or not 0 <= h < problem.H:
         raise ValueError(f"b and h must be in 0..{problem.B - 1} and 0..{problem.H - 1}, got {b} and {h}")
@@ -123,7 +123,8 @@ def _pool(grid: Tensor, step: int, pick: Callable[..., Tensor]) -> Tensor:
     return torch.stack([pick(part, dim=1) for part in columns.split(step, dim=1)], dim=1) if grid.numel() else grid
 
 
-def _call(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[Call, str | None]:
+def call_of(q: Any, k: Any, v: Any, options: dict[str, Any]) -> tuple[Call, str | None]:
+    """A call described but not run, and the backend that it or the program asks for; `options` as in `explain`."""
     packed = "cu_seqlens_q" in options
     given = inspect.signature(api.attention_varlen if packed else api.attention).bind(q, k, v, **options)
     given.apply_defaults()

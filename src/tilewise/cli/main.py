@@ -17,6 +17,8 @@ COMMANDS = {
     "doctor": "What runs on this machine and how fast; a self test.",
     "caps": "Which backend can do what: the capability table.",
     "explain": "What a call would do: backend, tiles, FLOPs, bytes, memory.",
+    "io": "What attention moves and computes: exact counts, roofline, laws, hardware counters.",
+    "fit": "Which batch and context of a model fit on which GPU.",
     "bench": "Speed against PyTorch's own attention, forward and backward.",
     "memory": "Memory against sequence length, tilewise and standard attention.",
     "train": "Train a small language model on a text of yours.",

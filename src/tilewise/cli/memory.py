@@ -15,7 +15,7 @@ from rich.progress import track
 
 from tilewise import cost
 from tilewise.cli import memory_point
-from tilewise.cli.explain import integers
+from tilewise.cli.options import integers
 from tilewise.cli.output import (
     FAILED,
     JsonFile,

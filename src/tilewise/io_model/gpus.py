@@ -55,11 +55,12 @@ class Gpu:
 
 def _gpu(name: str, title: str, sms: int, sram_kib: int, l2_mib: int, memory_gb: int, bandwidth_gbs: float,
          tflops: tuple[float, float | None, float, float], clock_ghz: float | None, source: str) -> Gpu:  # fmt: skip
-    rates = [None if t is None else t * TERA for t in tflops]
-    clock = None if clock_ghz is None else clock_ghz * 1e9
+    matrix16, matrix8, matrix32, vector = tflops
     return Gpu(
-        name, title, sms, sram_kib * KIB, l2_mib * MIB, memory_gb * GB, bandwidth_gbs * GB, *rates, clock, source
-    )  # pyright: ignore[reportArgumentType]
+        name, title, sms, sram_kib * KIB, l2_mib * MIB, memory_gb * GB, bandwidth_gbs * GB, matrix16 * TERA,
+        None if matrix8 is None else matrix8 * TERA, matrix32 * TERA, vector * TERA,
+        None if clock_ghz is None else clock_ghz * 1e9, source,
+    )  # fmt: skip
 
 
 #: TFLOP/s in the order 16 bits, 8 bits, TF32, fp32 outside of matrix units.

@@ -1,0 +1,79 @@
+"""`tilewise io --measure`: hardware counters beside the prediction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilewise.cli.output import FAILED, console, fail, short, stderr, table
+from tilewise.io_model import counters
+from tilewise.io_model.gpus import Gpu
+from tilewise.io_model.roofline import predict
+from tilewise.io_model.systems import Report
+from tilewise.page import human
+from tilewise.problem import Problem
+
+NOTE = (
+    "L2 to SM is what the model counts. DRAM sees less: an L2 of {l2} holds what tiles read again, so the N^2 d^2 / M term "
+    "is hidden there and compulsory bytes show."
+)
+
+
+def run(reports: dict[str, Report], problem: Problem, gpu: Gpu, dropout: float, causal: bool) -> list[dict[str, Any]]:
+    """Measure both passes of every system, print them beside the prediction, return them as data."""
+    if not torch.cuda.is_available():
+        fail("--measure needs a GPU that PyTorch finds; there is none here")
+    try:
+        counters.find_ncu()
+    except counters.CounterError as error:
+        fail(str(error), FAILED)
+    if problem.Sq != problem.Sk or problem.D != problem.Dv:
+        raise ValueError("--measure takes self-attention: as many keys as queries, one head dim")
+    heads = str(problem.H) if problem.G == 1 else f"{problem.H}/{problem.Hkv}"
+    shape = f"{problem.B}x{heads}x{problem.Sq}x{problem.D}" + (":causal" if causal else "")
+    found = []
+    for name, one in reports.items():
+        for which, part in (("forward", one.forward), ("backward", one.backward)):
+            row = {"system": name, "pass": which, "shape": shape, "dropout": dropout, "counted": None}
+            guess = predict(part, problem, gpu)
+            row["predicted"] = {
+                "l2_to_sm": part.account.bytes_read,
+                "sm_to_l2": part.account.bytes_written,
+                "tile_bytes": guess.bytes,
+                "dram_bytes": guess.memory_bytes,
+            }
+            try:
+                kernels = counters.measure(name, shape, which, short(problem.dtype), dropout)
+                row["counted"] = counters.total(kernels)
+                row["by_kernel"] = [{"name": k.name} | k.values for k in kernels]
+            except counters.CounterError as error:
+                row["error"] = str(error)
+                stderr.print(f"{name} {which}: {error}", markup=False)
+            found.append(row)
+    show(found, gpu)
+    return found
+
+
+def show(found: list[dict[str, Any]], gpu: Gpu) -> None:
+    """The counters of each pass, bytes as counted and over the predicted."""
+    rows = []
+    for row in found:
+        counted, predicted = row["counted"], row["predicted"]
+        if counted is None:
+            rows.append((row["system"], row["pass"], *["-"] * 6, "not measured"))
+            continue
+        seconds = counted["seconds"]
+        rows.append((
+            row["system"], row["pass"], *(_beside(counted[n], predicted[n]) for n in ("tile_bytes", "dram_bytes")),
+            *("-" if counted[n] is None else f"{counted[n]:.0f}%" for n in ("tensor_pipe", "occupancy")),
+            "-" if counted["other_instructions"] is None else human(counted["other_instructions"], ""),
+            "-" if seconds is None else f"{seconds * 1e3:.3f} ms", str(counted["kernels"]),
+        ))  # fmt: skip
+    columns = ["system", "pass", "L2 <-> SM", "DRAM", "tensor pipe", "occupancy", "other inst.", "time", "kernels"]
+    console.print(table("Hardware counters (in brackets: over the predicted)", columns, rows, left=2))
+    console.print(NOTE.format(l2=human(gpu.l2, "B")))
+
+
+def _beside(counted: float | None, predicted: int) -> str:
+    return "-" if counted is None else f"{human(counted, 'B')} ({counted / max(predicted, 1):.2f}x)"
