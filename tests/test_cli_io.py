@@ -22,7 +22,7 @@ def test_io_of_the_papers_shape(tmp_path):
     assert sum(p["bytes_read"] + p["bytes_written"] for p in passes) == matrices + 12 * 64 * 16 * 1024 * 64 * 2
     assert flash["forward"]["predicted"]["seconds"] < standard["forward"]["predicted"]["seconds"] / 5
     assert flash["forward"]["tensors"]["q"] == {"loads": 64 * 16 * 1024 * 64, "stores": 0}
-    assert {law["system"] for law in data["laws"]["exponents"]} == {"standard", "flash1", "flash2", "tilewise"}
+    assert {law["system"] for law in data["laws"]["exponents"]} == {"standard", "flash1", "flash2", "triton"}
 
 
 def test_io_of_other_problems():

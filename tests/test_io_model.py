@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import tilewise
 from tilewise import masks
 from tilewise.io_model import counters, fit, laws, workload
 from tilewise.io_model.gpus import GPUS, gpu_of
@@ -71,11 +72,23 @@ def test_a_tile_by_the_rule_fits_the_chip_within_a_quarter():
                 assert found.on_chip <= 1.26 * 2 * M
 
 
+def test_memory_of_each_system():
+    row, tensor = 4 * 1024, 1024 * 64 * 2
+    for name, saved, forward, backward in (
+        ("flash1", 2 * row, 2 * row + 2 * tensor, 2 * row + 2 * tensor),
+        ("flash2", row, row, 2 * row + 2 * tensor),
+        ("triton", row, row, 3 * row),
+    ):
+        problem, bound = plain_problem(N=1024, D=64)
+        found = report(SYSTEMS[name], problem, bound, lambda _: (64, 64)).memory
+        assert found == (4 * tensor + saved, forward, backward)
+
+
 # ---- laws ----
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("name", ["standard", "flash1", "flash2", "tilewise"])
+@pytest.mark.parametrize("name", ["standard", "flash1", "flash2", "triton"])
 def test_exponents_are_the_theorems_within_2_percent(name, backward):
     found = laws.law(SYSTEMS[name], backward).exponents
     expected = {"N": 2} if name == "standard" else {"N": 2, "d": 2, "M": -1}
@@ -85,7 +98,7 @@ def test_exponents_are_the_theorems_within_2_percent(name, backward):
         assert abs(fitted.slope / exponent - 1) < 0.02 and fitted.residual < 0.02, (x, fitted)
 
 
-@pytest.mark.parametrize("name", ["flash1", "flash2", "tilewise"])
+@pytest.mark.parametrize("name", ["flash1", "flash2", "triton"])
 def test_block_sparse_is_proportional_to_kept_tiles(name):
     found = laws.sparsity(SYSTEMS[name])
     assert found.r2 > 0.999999 and 0 < found.offset < 0.02 * found.slope
@@ -251,10 +264,10 @@ def _fake_ncu(tmp_path, monkeypatch, script):
 def test_measuring_runs_ncu(tmp_path, monkeypatch):
     (tmp_path / "sample.csv").write_text(SAMPLE)
     _fake_ncu(tmp_path, monkeypatch, f'echo "$@" > {tmp_path}/asked; cat {tmp_path}/sample.csv')
-    assert len(counters.measure("flash2", "64x16x1024x64", "backward", "fp16", 0.1)) == 2
+    assert len(counters.measure("triton", "64x16x1024x64", "backward", "fp16", 0.1)) == 2
     asked = (tmp_path / "asked").read_text()
     assert "--csv --page raw" in asked and "dram__bytes_read.sum" in asked and "--profile-from-start off" in asked
-    assert "tilewise.io_model.workload --system flash2 --shape 64x16x1024x64 --pass backward --dtype fp16" in asked
+    assert "tilewise.io_model.workload --system triton --shape 64x16x1024x64 --pass backward --dtype fp16" in asked
 
 
 @pytest.mark.parametrize(
@@ -276,7 +289,7 @@ def test_measuring_says_why_not(tmp_path, monkeypatch, script, words):
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_measured_standard_attention_is_attention(causal):
     q, k, v = torch.randn(3, 2, 20, 3, 8).unbind()
-    ours = workload.attention_of("tilewise", 0.0, causal)(q, k, v)
+    ours = tilewise.attention(q, k, v, causal=causal)
     torch.testing.assert_close(workload.attention_of("standard", 0.0, causal)(q, k, v), ours)
-    with pytest.raises(ValueError, match="cannot run here"):
-        workload.attention_of("flash9", 0.0)
+    with pytest.raises(ValueError, match="flash2 is triton's forward"):
+        workload.attention_of("flash2", 0.0)

@@ -48,7 +48,8 @@ def cases(draw, packed):
     mask, Sq = draw(MASKS), draw(st.integers(1, 13))
     Sk = draw(st.integers(1, 13))
     bias = draw(st.sampled_from((None, "BHQK", "1HQK", "K")))
-    return Case("random", B=draw(st.integers(1, 2)), Sq=Sq, Sk=Sk, mask=mask, bias=bias, **size)
+    size |= {"bias": bias, "dropout": draw(st.sampled_from((0.0, 0.3)))}
+    return Case("random", B=draw(st.integers(1, 2)), Sq=Sq, Sk=Sk, mask=mask, **size)
 
 
 def check(name, case, block_m, block_n, dtype, device):

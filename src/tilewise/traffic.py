@@ -12,7 +12,9 @@ executes the same schedules with a counted memory and must find the same numbers
 - FLOPs of products (2 m n k), and apart from them one per addition, multiplication, comparison or exponential of an element.
   Recomputed are those that standard attention's backward pass reads from memory instead.
 
-Not counted: O(H) tensors (sinks, slopes), arithmetic of softcap, ALiBi and dropout, and the gradient of a bias.
+Dropout is one FLOP per pair for each time that its mask is applied; tiled kernels make the mask anew from a counter, standard
+attention keeps it, one byte per pair. Not counted: O(H) tensors (sinks, slopes), arithmetic of softcap, ALiBi and of random
+numbers, and the gradient of a bias.
 """
 
 from __future__ import annotations
@@ -108,6 +110,7 @@ class Sizes(NamedTuple):
     bias_size: int
     dense: int  # elements of the element-wise mask; 0: there is none
     bounds: bool  # row bounds are read from memory
+    dropout: bool
     work: Work
 
     @classmethod
@@ -119,7 +122,7 @@ class Sizes(NamedTuple):
         return cls(
             problem.D, problem.Dv, rows, kv * problem.G, kv, pairs, problem.dtype.itemsize, accumulator_bytes(problem),
             bool(problem.spec.mask), 0 if bias is None else bias.element_size(), 0 if bias is None else bias.numel(),
-            0 if keep is None else keep.numel(), bounds, work,
+            0 if keep is None else keep.numel(), bounds, bool(problem.spec.dropout_p), work,
         )  # fmt: skip
 
 
@@ -186,27 +189,34 @@ def standard_forward(z: Sizes) -> Account:
     if z.bias:
         led.move("bias", z.bias_size, matrix, 0, z.bias)
     led.move("p", matrix, matrix, matrix)
+    if z.dropout:  # another step: P read, its mask and what is left of it written; the product then reads that
+        led.move("dropped p", matrix, matrix, matrix)
+        led.move("dropout mask", matrix, 0, matrix, 1)
     led.move("v", z.kv * z.Dv, z.kv * z.Dv)
     led.move("o", z.rows * z.Dv, 0, z.rows * z.Dv)
-    return led.account(2 * (z.D + z.Dv) * matrix, (6 + z.masked + bool(z.bias)) * matrix, matrix)
+    return led.account(2 * (z.D + z.Dv) * matrix, (6 + z.masked + bool(z.bias) + z.dropout) * matrix, matrix)
 
 
 def standard_backward(z: Sizes) -> Account:
     """dv: P, do; dP: do, v; dS: P, dP; dq: dS, k; dk: dS, q: 7 N^2 + 8 N d elements, nothing recomputed."""
     led, matrix = _Ledger(z), z.pairs
-    for _ in range(2):
-        led.move("do", z.rows * z.Dv, z.rows * z.Dv)
-        led.move("p", matrix, matrix)
-    led.move("v", z.kv * z.Dv, z.kv * z.Dv)
+    led.move("do", z.rows * z.Dv, z.rows * z.Dv)
+    led.move("dropped p" if z.dropout else "p", matrix, matrix)
     led.move("dv", z.kv * z.Dv, 0, z.kv * z.Dv)
+    led.move("do", z.rows * z.Dv, z.rows * z.Dv)
+    led.move("v", z.kv * z.Dv, z.kv * z.Dv)
     led.move("dp", matrix, matrix, matrix)
+    if z.dropout:
+        led.move("dp", matrix, matrix, matrix)
+        led.move("dropout mask", matrix, matrix, 0, 1)
+    led.move("p", matrix, matrix)
     led.move("ds", matrix, matrix, matrix)
     led.move("ds", matrix, matrix)
     led.move("k", z.kv * z.D, z.kv * z.D)
     led.move("dq", z.rows * z.D, 0, z.rows * z.D)
     led.move("q", z.rows * z.D, z.rows * z.D)
     led.move("dk", z.kv * z.D, 0, z.kv * z.D)
-    return led.account(4 * (z.D + z.Dv) * matrix, 5 * matrix, 0)
+    return led.account(4 * (z.D + z.Dv) * matrix, (5 + z.dropout) * matrix, 0)
 
 
 # ---- tiled: forward ----
@@ -221,7 +231,7 @@ def rows_outer_forward(z: Sizes) -> Account:
     led.move("o", z.rows * z.Dv, 0, z.rows * z.Dv)
     led.statistics("lse", 0, z.rows)
     led.masks(z.rows)
-    softmax = (5 + bool(z.bias)) * work.visited + work.masked_pairs
+    softmax = (5 + bool(z.bias) + z.dropout) * work.visited + work.masked_pairs
     other = softmax + (z.Dv + 5) * work.row_loads + (z.Dv + 2) * z.rows
     return led.account(2 * (z.D + z.Dv) * work.visited, other, work.visited + work.row_loads)
 
@@ -239,7 +249,7 @@ def keys_outer_forward(z: Sizes) -> Account:
     led.statistics("m, l", 0, z.rows, per_row=2)
     led.statistics("m, l", work.row_loads, work.row_loads, per_row=2)
     led.masks(work.row_loads)
-    softmax = (5 + bool(z.bias)) * work.visited + work.masked_pairs
+    softmax = (5 + bool(z.bias) + z.dropout) * work.visited + work.masked_pairs
     other = softmax + (4 * z.Dv + 8) * work.row_loads
     return led.account(2 * (z.D + z.Dv) * work.visited, other, work.visited + 2 * work.row_loads)
 
@@ -276,7 +286,7 @@ def summed_backward(z: Sizes) -> Account:
     led.summed("dq", z.rows * z.D, work.row_loads * z.D)
     again = _recomputed(z, 3)
     flops = 2 * (3 * z.D + 2 * z.Dv) * work.visited
-    other = again + 3 * work.visited + 2 * z.Dv * z.rows
+    other = again + (3 + 2 * z.dropout) * work.visited + 2 * z.Dv * z.rows
     return led.account(flops, other, work.visited, 2 * z.D * work.visited, again)
 
 
@@ -289,12 +299,12 @@ def flash1_backward(z: Sizes) -> Account:
     led.summed("dq", z.rows * z.D, work.row_loads * z.D)
     again = _recomputed(z, 4)
     flops = 2 * (3 * z.D + 2 * z.Dv) * work.visited
-    other = again + 3 * work.visited + 2 * z.Dv * work.row_loads
+    other = again + (3 + 2 * z.dropout) * work.visited + 2 * z.Dv * work.row_loads
     return led.account(flops, other, work.visited, 2 * z.D * work.visited, again)
 
 
 def owned_keys_backward(z: Sizes) -> Account:
-    """tilewise on GPUs: statistics, then dk and dv by blocks of keys. Every sum has one owner and stays on the chip."""
+    """tilewise's portable GPU kernels: statistics, then dk and dv by blocks of keys, sums that stay on the chip."""
     led, work = _Ledger(z), z.work
     led.move("o", z.rows * z.Dv, z.rows * z.Dv)
     led.move("do", z.rows * z.Dv, z.rows * z.Dv)
@@ -303,12 +313,12 @@ def owned_keys_backward(z: Sizes) -> Account:
     _keys_outer_sweep(led)
     led.statistics("statistics", work.row_loads, per_row=2)
     again = _recomputed(z, 3)
-    other = again + 3 * work.visited + (2 * z.Dv + 2) * z.rows
+    other = again + (3 + 2 * z.dropout) * work.visited + (2 * z.Dv + 2) * z.rows
     return led.account(4 * (z.D + z.Dv) * work.visited, other, work.visited, 2 * z.D * work.visited, again)
 
 
 def owned_rows_backward(z: Sizes) -> Account:
-    """tilewise on GPUs: dq by blocks of rows, with p and dp computed a second time: the price of no sum in slow memory."""
+    """And dq by blocks of rows, with p and dp computed a second time: the price of no sum in slow memory."""
     led, work = _Ledger(z), z.work
     led.move("q", z.rows * z.D, z.rows * z.D)
     led.move("do", z.rows * z.Dv, z.rows * z.Dv)
@@ -317,7 +327,7 @@ def owned_rows_backward(z: Sizes) -> Account:
     led.move("v", z.kv * z.Dv, work.key_loads * z.Dv)
     led.move("dq", z.rows * z.D, 0, z.rows * z.D)
     led.masks(z.rows)
-    again = _recomputed(z, 3) + 3 * work.visited
+    again = _recomputed(z, 3) + (3 + z.dropout) * work.visited
     flops, twice = 2 * (2 * z.D + z.Dv) * work.visited, 2 * (z.D + z.Dv) * work.visited
     return led.account(flops, again, work.visited, twice, again)
 

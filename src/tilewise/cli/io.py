@@ -83,6 +83,7 @@ def io(
     chunk: Chunk = None,
     documents: Documents = None,
     blocks: Blocks = None,
+    dropout: Annotated[float, typer.Option(help="Dropout probability.")] = 0.0,
     systems: Annotated[str, typer.Option(help="Which, separated by commas.")] = ",".join(SYSTEMS),
     gpu: Annotated[str, typer.Option(help=f"{', '.join(GPUS)}.")] = "h200",
     sram: Annotated[
@@ -93,7 +94,6 @@ def io(
     tensors_too: Annotated[bool, typer.Option("--tensors", help="Also loads and stores of each tensor.")] = False,
     fits: Annotated[bool, typer.Option("--laws/--no-laws", help="Fit exponents in N, d and M (5 seconds).")] = True,
     measure: Annotated[bool, typer.Option("--measure", help="Also read hardware counters, with ncu on a GPU.")] = False,
-    dropout: Annotated[float, typer.Option(help="With --measure: dropout probability.")] = 0.0,
     json: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
@@ -117,7 +117,7 @@ def io(
     found += masks_of(sq, keys, window, prefix, chunk, documents, blocks, tile)
     call, _ = call_of(
         *tensors(batch, sq, keys, heads, kv_heads, dim, value_dim, dtype),
-        {"mask": masks.And(tuple(found)) if found else None},
+        {"mask": masks.And(tuple(found)) if found else None, "dropout_p": dropout},
     )
     problem = replace(
         problem_of(call.signatures, call.spec, 0, 0), device="cuda"
@@ -133,7 +133,7 @@ def io(
     if fits:
         data["laws"] = show_laws()
     if measure:
-        data["measured"] = io_measure.run(reports, problem, one, dropout, plain_or_causal(found))
+        data["measured"] = io_measure.run(reports, problem, one, plain_or_causal(found))
     if plot is not None:
         io_plots.draw(reports, asked, plot)
     write_json(json, "io", data)

@@ -20,7 +20,7 @@ NOTE = (
 )
 
 
-def run(reports: dict[str, Report], problem: Problem, gpu: Gpu, dropout: float, causal: bool) -> list[dict[str, Any]]:
+def run(reports: dict[str, Report], problem: Problem, gpu: Gpu, causal: bool) -> list[dict[str, Any]]:
     """Measure both passes of every system, print them beside the prediction, return them as data."""
     if not torch.cuda.is_available():
         fail("--measure needs a GPU that PyTorch finds; there is none here")
@@ -32,7 +32,7 @@ def run(reports: dict[str, Report], problem: Problem, gpu: Gpu, dropout: float, 
         raise ValueError("--measure takes self-attention: as many keys as queries, one head dim")
     heads = str(problem.H) if problem.G == 1 else f"{problem.H}/{problem.Hkv}"
     shape = f"{problem.B}x{heads}x{problem.Sq}x{problem.D}" + (":causal" if causal else "")
-    found = []
+    dropout, found = problem.spec.dropout_p, []
     for name, one in reports.items():
         for which, part in (("forward", one.forward), ("backward", one.backward)):
             row = {"system": name, "pass": which, "shape": shape, "dropout": dropout, "counted": None}

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tilewise.cli.io import Asked
 
 COLOURS = {"standard": "#d1495b", "flash1": "#edae49", "flash2": "#2a6f97"}
-SAME = ("flash3", "tilewise")  # forward they move what flash2 moves
+SAME = ("flash3", "triton")  # forward they move what flash2 moves
 CHIPS = tuple(KIB << i for i in range(3, 10))  # 8 KiB to 512 KiB
 
 

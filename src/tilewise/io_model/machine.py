@@ -100,6 +100,7 @@ class Call:
     schedule: Schedule
     scale: float
     memory: Memory
+    kept: Array | None  # dropout's factor of every pair, (B, H, Sq, Sk)
     bounds_in_memory: bool  # else rows' bounds are computed, and no loads are counted
     chip: Chip = field(default_factory=Chip)
     plans: dict[tuple[int, int], TilePlan] = field(default_factory=dict)
@@ -173,6 +174,12 @@ class Call:
         if "mask" in self.memory.arrays:
             keep &= self.memory.load("mask", tile.b, tile.h, tile.m, tile.n)
         return self.chip.each(np.where(keep, s, -np.inf), 1, again)
+
+    def drop(self, tile: Tile, values: Array, again: bool = False) -> Array:
+        """A tile of P or dP with dropout applied; the mask comes from a counter and costs no loads."""
+        if self.kept is None:
+            return values
+        return self.chip.each(values * self.kept[tile.b, tile.h, tile.m, tile.n], 1, again)
 
     def sum_in_memory(self, name: str, shape: tuple[int, ...]) -> str:
         """Zero a sum in slow memory; its name says whether it has to be rounded at the end."""

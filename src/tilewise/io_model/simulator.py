@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tilewise import reference
 from tilewise.io_model.machine import Array, Call, Chip, Memory, Tile, finite
 from tilewise.plan import schedule
 from tilewise.problem import Problem
@@ -45,18 +46,19 @@ def simulate(
 
     Args:
         algorithm: one of `traffic`.
-        problem, bound: the call; of modifiers only a bias, and no dropout.
+        problem, bound: the call; of modifiers only a bias; dropout in the dense layout.
         tensors: q, k, v and do in tilewise's layouts, on the CPU.
 
     Raises:
-        ValueError: the call has modifiers that the simulator does not execute, or is packed and the algorithm standard.
+        ValueError: the call has modifiers that the simulator does not execute, or is packed and standard or with dropout.
     """
-    beside = [f for f in problem.features if f in ("softcap", "alibi", "sinks", "dropout")]
-    if beside or (algorithm is STANDARD and bound.spec.varlen):
-        raise ValueError(f"the simulator does not execute {', '.join(beside) or 'packed sequences with S in memory'}")
+    packed = bound.spec.varlen and (algorithm is STANDARD or bound.seed is not None)
+    beside = [f for f in problem.features if f in ("softcap", "alibi", "sinks")]
+    if beside or packed:
+        raise ValueError(f"the simulator does not execute {', '.join(beside) or 'packed sequences like this'}")
     plan = schedule(problem, bound, block_m, block_n)
     memory = _memory(problem, bound, tensors)
-    call = Call(problem, plan, bound.softmax_scale, memory, reads_bounds(problem, bound))
+    call = Call(problem, plan, bound.softmax_scale, memory, _kept(problem, bound), reads_bounds(problem, bound))
     call.memory.place("bounds", np.stack([plan.bounds.lo.numpy(), plan.bounds.hi.numpy()]))
     if plan.keep is not None:
         call.memory.place("mask", _whole(plan.keep, problem))
@@ -81,6 +83,14 @@ def _memory(problem: Problem, bound: BoundSpec, tensors: Sequence[Tensor]) -> Me
     return memory
 
 
+def _kept(problem: Problem, bound: BoundSpec) -> Array | None:
+    """Dropout's factor of every pair: 0, or what makes up for the dropped."""
+    if bound.seed is None:
+        return None
+    keep = reference.keep_dropout(bound, torch.arange(problem.B), problem.H, problem.Sq, problem.Sk)
+    return keep.numpy() / (1 - bound.spec.dropout_p)
+
+
 def _whole(t: Tensor, problem: Problem) -> Array:
     return torch.broadcast_to(t, (problem.B, problem.H, problem.Sq, problem.Sk)).numpy()
 
@@ -91,7 +101,8 @@ def _whole(t: Tensor, problem: Problem) -> Array:
 def standard_forward(call: Call) -> None:
     """FlashAttention, algorithm 0: every matrix in memory, each step reads its operands once."""
     memory, chip, p_ = call.memory, call.chip, call.problem
-    for name in ("s", "p"):
+    used = "p" if call.kept is None else "dropped p"
+    for name in ("s", "p", "dropped p", "dropout mask"):
         memory.allocate(name, (p_.B, p_.H, p_.Sq, p_.Sk))
     _place_boolean_mask(call)
     for b, hkv, heads, rows, keys in _groups(call):
@@ -106,12 +117,16 @@ def standard_forward(call: Call) -> None:
             e = chip.exp(chip.each(s - finite(chip.reduce(_highest, s))))
             total = chip.reduce(np.sum, e)
             memory.store("p", chip.each(e / np.where(total > 0, total, 1)), b, h)
-            memory.store("o", chip.product(memory.load("p", b, h), v), h, rows)
+            if call.kept is not None:
+                memory.store("dropped p", chip.each(memory.load("p", b, h) * call.kept[b, h]), b, h)
+                memory.store("dropout mask", call.kept[b, h], b, h)
+            memory.store("o", chip.product(memory.load(used, b, h), v), h, rows)
 
 
 def standard_backward(call: Call) -> None:
     """Every gradient from matrices in memory; P is there, nothing is recomputed."""
     memory, chip, p_ = call.memory, call.chip, call.problem
+    used = "p" if call.kept is None else "dropped p"
     for name, shape in {
         "dp": (p_.B, p_.H, p_.Sq, p_.Sk), "ds": (p_.B, p_.H, p_.Sq, p_.Sk), "dq": (p_.H, p_.total_q, p_.D),
         "dk": (p_.Hkv, p_.total_k, p_.D), "dv": (p_.Hkv, p_.total_k, p_.Dv),
@@ -121,8 +136,10 @@ def standard_backward(call: Call) -> None:
         k, v = memory.load("k", hkv, keys), memory.load("v", hkv, keys)
         dk, dv = np.zeros_like(k), np.zeros_like(v)
         for h in heads:
-            dv += chip.product(memory.load("p", b, h).T, memory.load("do", h, rows))
+            dv += chip.product(memory.load(used, b, h).T, memory.load("do", h, rows))
             memory.store("dp", chip.product(memory.load("do", h, rows), v.T), b, h)
+            if call.kept is not None:
+                memory.store("dp", chip.each(memory.load("dp", b, h) * memory.load("dropout mask", b, h)), b, h)
             p, dp = memory.load("p", b, h), memory.load("dp", b, h)
             delta = chip.reduce(np.sum, chip.each(p * dp))
             memory.store("ds", chip.each(chip.each(p * (dp - delta), 2) * call.scale), b, h)
@@ -174,7 +191,7 @@ def rows_outer_forward(call: Call) -> None:
             alpha = chip.exp(chip.each(row_max - finite(new_max)))
             p = chip.exp(chip.each(s - finite(new_max)))
             row_sum = chip.each(alpha * row_sum + chip.reduce(np.sum, p), 2)
-            acc = chip.each(acc * alpha) + chip.product(p, v)
+            acc = chip.each(acc * alpha) + chip.product(call.drop(tile, p), v)
             row_max = new_max
         memory.store("o", chip.each(acc / np.where(row_sum > 0, row_sum, 1)), h, rows)
         with np.errstate(divide="ignore"):
@@ -201,7 +218,7 @@ def keys_outer_forward(call: Call) -> None:
                 before = chip.exp(chip.each(m - finite(m_new)))
                 now = chip.exp(chip.each(m_tile - finite(m_new)))
                 l_new = chip.each(before * l + now * l_tile, 3)
-                o_i = (before * l) * o_i + now * chip.product(p, v)
+                o_i = (before * l) * o_i + now * chip.product(call.drop(tile, p), v)
                 memory.store(o, chip.each(o_i / np.where(l_new > 0, l_new, 1), 4), h, tile.rows)
                 memory.store("m, l", np.concatenate([m_new, l_new], axis=1), h, tile.rows)
     call.round(o, "o")
@@ -213,7 +230,7 @@ def keys_outer_forward(call: Call) -> None:
 def _gradients(
     call: Call, tile: Tile, operands: tuple[Array, ...], stats: Array, delta: Array, m_l: bool = False
 ) -> tuple[Array, Array]:
-    """p and ds of a tile, recomputed from lse (or m and l)."""
+    """p (with dropout) and ds of a tile, recomputed from lse (or m and l)."""
     chip, (q, k, v, do) = call.chip, operands
     s = call.scores(tile, q, k, call.bounds(tile), again=True)
     if m_l:
@@ -221,8 +238,8 @@ def _gradients(
         p = chip.each(exponential / np.where(stats[:, 1:] > 0, stats[:, 1:], 1), 1, again=True)
     else:
         p = chip.exp(chip.each(s - finite(stats), 1, again=True), again=True)
-    dp = chip.product(do, v.T)
-    return p, chip.each(chip.each(p * (dp - delta), 2) * call.scale)
+    dp = call.drop(tile, chip.product(do, v.T))
+    return call.drop(tile, p), chip.each(chip.each(p * (dp - delta), 2) * call.scale)
 
 
 def _delta(chip: Chip, o: Array, do: Array) -> Array:
@@ -279,7 +296,7 @@ def flash1_backward(call: Call) -> None:
 
 
 def owned_backward(call: Call) -> None:
-    """tilewise on GPUs: dk and dv by blocks of keys, then dq by blocks of rows."""
+    """tilewise's portable GPU kernels: dk and dv by blocks of keys, then dq by blocks of rows."""
     memory, chip, p_, G = call.memory, call.chip, call.problem, call.problem.G
     memory.allocate("statistics", (p_.H, p_.total_q, 2))
     memory.allocate("dq", (p_.H, p_.total_q, p_.D))
@@ -303,7 +320,7 @@ def owned_backward(call: Call) -> None:
             k, v = memory.load("k", tile.h // G, tile.keys), memory.load("v", tile.h // G, tile.keys)
             s = call.scores(tile, q, k, bounds, again=True)
             p = chip.exp(chip.each(s - finite(stats), 1, again=True), again=True)
-            dp = chip.product(do, v.T, again=True)
+            dp = call.drop(tile, chip.product(do, v.T, again=True), again=True)
             ds = chip.each(chip.each(p * (dp - delta), 2, again=True) * call.scale, 1, again=True)
             dq += chip.product(ds, k)
         memory.store("dq", dq, *at)

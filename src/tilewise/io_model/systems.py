@@ -66,7 +66,7 @@ SYSTEMS = {
         System("flash1", "FlashAttention-1", FLASH1, True, "Dao et al. 2022, algorithms 1 and 4"),
         System("flash2", "FlashAttention-2", FLASH2, False, "Dao 2023, algorithms 1 and 2"),
         System("flash3", "FlashAttention-3", FLASH2, False, "Shah et al. 2024: FlashAttention-2's loads, overlapped"),
-        System("tilewise", "tilewise on GPUs", OWNED, False, "backends/triton: every sum has one owner"),
+        System("triton", "tilewise's portable kernels", OWNED, False, "backends/triton: every sum has one owner"),
     )
 }
 
@@ -129,23 +129,21 @@ def report(system: System, problem: Problem, bound: BoundSpec, tiles: Tiles, aux
 
 
 def system_memory(system: System, problem: Problem, aux: Sequence[Tensor] = ()) -> Memory:
-    """Bytes kept for backward, and the peaks of both passes beyond inputs, outputs and gradients."""
+    """Bytes kept for backward, and the peaks of both passes beyond inputs, outputs and gradients.
+
+    Per row one lse, or m and l for FlashAttention-1, in the backward pass delta besides; and o or dq once more where they are
+    summed in slow memory in another dtype.
+    """
     if system.algorithm is STANDARD:
         return cost.standard_memory(problem)
-    found = cost.memory(problem, sum(t.numel() * t.element_size() for t in aux), cost.workers_of(problem))
-    statistics = problem.total_q * problem.H * accumulator_bytes(problem)
-    if (
-        system.algorithm is FLASH1
-    ):  # m and l rather than lse; no delta; o summed in memory, in another tensor if it is rounded
-        rounded = accumulator_bytes(problem) != problem.dtype.itemsize
-        return Memory(
-            found.saved + statistics,
-            found.peak_forward + statistics + rounded * statistics * problem.Dv,
-            found.peak_backward,
-        )
-    if system.algorithm is OWNED:  # no gradient is summed in memory: beside lse only -lse and -delta
-        return found._replace(peak_backward=3 * statistics)
-    return found
+    saved = cost.memory(problem, sum(t.numel() * t.element_size() for t in aux)).saved
+    row = problem.total_q * problem.H * accumulator_bytes(problem)  # one number for each row
+    rounded = accumulator_bytes(problem) != problem.dtype.itemsize  # then a sum in memory is a tensor of its own
+    if system.algorithm is FLASH1:
+        return Memory(saved + row, 2 * row + rounded * row * problem.Dv, 2 * row + rounded * row * problem.D)
+    if system.algorithm is OWNED:
+        return Memory(saved, row, 3 * row)
+    return Memory(saved, row, 2 * row + rounded * row * problem.D)
 
 
 def plain_problem(

@@ -1,6 +1,6 @@
 """What `tilewise io --measure` runs under ncu: one pass of one system on a GPU, warmed up, between profiler marks.
 
-python -m tilewise.io_model.workload --system flash2 --shape 64x16x1024x64 --pass backward
+python -m tilewise.io_model.workload --system triton --shape 64x16x1024x64 --pass backward
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tilewise.cli.problems import Shape
 PASSES = ("forward", "backward")
 WARM_UP = 3
 #: Systems that are a backend of the product.
-BACKENDS = {"flash2": "triton", "flash3": "gluon", "tilewise": None}
+BACKENDS = {"flash3": "gluon", "triton": "triton"}
 
 
 def attention_of(system: str, dropout: float, causal: bool = False) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -30,16 +30,19 @@ def attention_of(system: str, dropout: float, causal: bool = False) -> Callable[
     Raises:
         ValueError: no such system, or it is not installed.
     """
+    mask = tilewise.Causal() if causal else None
     if system == "standard":
         return lambda q, k, v: standard(q, k, v, dropout, causal)
     if system in BACKENDS:
-        options: dict[str, Any] = {"dropout_p": dropout, "causal": causal, "backend": BACKENDS[system]}
+        options: dict[str, Any] = {"dropout_p": dropout, "mask": mask, "backend": BACKENDS[system]}
         return lambda q, k, v: tilewise.attention(q, k, v, **options)
     if system == "flash1" and importlib.util.find_spec("tilewise.lab") is not None:
-        lab = importlib.import_module("tilewise.lab")
-        return lambda q, k, v: lab.SYSTEMS["flash1"](q, k, v, dropout_p=dropout, causal=causal)
+        if dropout:
+            raise ValueError("flash1 knows no dropout")
+        return lambda q, k, v: importlib.import_module("tilewise.lab").find("flash1", q.device.type)(q, k, v, mask)
     raise ValueError(
-        f"{system!r} cannot run here: it is one of standard, {', '.join(BACKENDS)}, or flash1 with tilewise.lab"
+        f"{system!r} is no kernel here: measure standard, {', '.join(BACKENDS)}, or with tilewise.lab flash1; flash2 is "
+        "triton's forward pass with flash3's schedule of the backward pass"
     )
 
 
@@ -53,7 +56,7 @@ def standard(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool
 
 
 def main(
-    system: Annotated[str, typer.Option(help="standard, flash1, flash2, flash3 or tilewise.")],
+    system: Annotated[str, typer.Option(help="standard, flash1, flash3 or triton.")],
     shape: Annotated[str, typer.Option(help="BxHxSxD, with :causal behind it or not.")],
     which: Annotated[str, typer.Option("--pass", help="forward or backward.")] = "forward",
     dtype: Annotated[str, typer.Option(help="fp16, bf16 or fp32.")] = "fp16",
@@ -62,7 +65,7 @@ def main(
 ) -> None:
     """Run one pass of one system between cudaProfilerStart and cudaProfilerStop.
 
-    Example: `python -m tilewise.io_model.workload --system flash2 --shape 64x16x1024x64 --pass backward`
+    Example: `python -m tilewise.io_model.workload --system triton --shape 64x16x1024x64 --pass backward`
     """
     if which not in PASSES:
         raise ValueError(f"--pass must be forward or backward, got {which!r}")
