@@ -1,6 +1,8 @@
 """The IO model: the papers' formulas, laws, GPUs, roofline, what fits, and ncu's output."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 import tilewise
 from tilewise import masks
 from tilewise.io_model import counters, fit, laws, workload
-from tilewise.io_model.gpus import GPUS, gpu_of
+from tilewise.io_model.gpus import GPUS, gpu_of, markdown_table
 from tilewise.io_model.models import MODELS, model_of
 from tilewise.io_model.roofline import predict, read_again
 from tilewise.io_model.systems import SYSTEMS, plain_problem, report, tiles_for
@@ -42,6 +44,16 @@ def test_flash2_forward_is_the_papers():
 def test_flash2_backward_is_the_papers():
     visits, delta, zeroed = N // 128, 2 * N * D + N, N * D
     assert elements("flash2", "backward") == 4 * N * D + visits * (4 * N * D + 2 * N) + delta + zeroed
+
+
+def test_flash1_backward_is_the_papers():
+    assert elements("flash1", "backward") == 4 * N * D + (N // 128) * (5 * N * D + 2 * N) + N * D
+
+
+def test_our_portable_backward_is_the_pages():
+    keys, rows = N // 128, N // 256
+    sweeps = 4 * N * D + keys * (2 * N * D + 2 * N) + 3 * N * D + 2 * N + 2 * N * D * rows
+    assert elements("triton", "backward") == sweeps + 2 * N * D + 3 * N
 
 
 def test_the_products_of_training_are_6_and_7():
@@ -82,6 +94,14 @@ def test_memory_of_each_system():
         problem, bound = plain_problem(N=1024, D=64)
         found = report(SYSTEMS[name], problem, bound, lambda _: (64, 64)).memory
         assert found == (4 * tensor + saved, forward, backward)
+
+
+def test_standard_keeps_its_dropout_mask():
+    plain, dropped = (
+        report(SYSTEMS["standard"], *plain_problem(2, 3, 64, 16, dropout_p=p), lambda _: (64, 64)).memory
+        for p in (0.0, 0.1)
+    )
+    assert [b - a for a, b in zip(plain, dropped, strict=True)] == 3 * [3 * 2 * 3 * 64 * 64]
 
 
 # ---- laws ----
@@ -217,11 +237,11 @@ a line of the program, "with quotes"
 ==PROF== Disconnected from process 4711
 "ID","Process ID","Process Name","Host Name","Kernel Name","Context","Stream","Block Size","Grid Size","Device","CC",""" + (
     ",".join(f'"{metric}"' for metric in counters.METRICS.values())
-    + '\n"","","","","","","","","","","","ns","byte","byte","byte","byte","%","%","inst","inst"\n'
+    + '\n"","","","","","","","","","","","ns","byte","byte","byte","byte","sector","sector","sector","%","%","inst","inst"\n'
     '"0","4711","python3.11","localhost","statistics_kernel","1","7","(128, 1, 1)","(16, 1, 1)","0","9.0",'
-    '"1,000","2,048","1,024","4,096","512","0","40","10,000","0"\n'
+    '"1,000","2,048","1,024","4,096","512","128","16","0","0","40","10,000","0"\n'
     '"1","4711","python3.11","localhost","dq_kernel(float *, int)","1","7","(256, 1, 1)","(64, 1, 1)","0","9.0",'
-    '"3,000","1,000","0","8,000","88","60","20","90,000","30,000"\n'
+    '"3,000","1,000","0","8,000","88","250","0","3","60","20","90,000","30,000"\n'
 )
 
 
@@ -236,7 +256,7 @@ def test_ncu_output_is_parsed():
 
 
 def test_a_counter_that_a_gpu_lacks_is_none():
-    kernels = counters.parse(SAMPLE.replace('"88","60"', '"88","n/a"'))
+    kernels = counters.parse(SAMPLE.replace('"3","60"', '"3","n/a"'))
     assert counters.total(kernels)["tensor_pipe"] is None and counters.total(kernels)["occupancy"] is not None
     assert counters.total([])["dram_bytes"] is None
 
@@ -254,16 +274,21 @@ def test_ncu_output_that_is_not_as_expected(text, words):
         counters.parse(text)
 
 
+#: A stand-in for ncu says that it knows every metric.
+QUERY = f"[ $1 = --query-metrics ] && echo {' '.join(m.split('.')[0] for m in counters.METRICS.values())} && exit 0\n"
+
+
 def _fake_ncu(tmp_path, monkeypatch, script):
     ncu = tmp_path / "ncu"
     ncu.write_text(f"#!/bin/sh\n{script}\n")
     ncu.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    counters.available.cache_clear()
 
 
 def test_measuring_runs_ncu(tmp_path, monkeypatch):
     (tmp_path / "sample.csv").write_text(SAMPLE)
-    _fake_ncu(tmp_path, monkeypatch, f'echo "$@" > {tmp_path}/asked; cat {tmp_path}/sample.csv')
+    _fake_ncu(tmp_path, monkeypatch, QUERY + f'echo "$@" > {tmp_path}/asked; cat {tmp_path}/sample.csv')
     assert len(counters.measure("triton", "64x16x1024x64", "backward", "fp16", 0.1)) == 2
     asked = (tmp_path / "asked").read_text()
     assert "--csv --page raw" in asked and "dram__bytes_read.sum" in asked and "--profile-from-start off" in asked
@@ -273,17 +298,29 @@ def test_measuring_runs_ncu(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("script", "words"),
     [
-        ("echo ==ERROR== ERR_NVGPUCTRPERM; exit 1", "NVreg_RestrictProfilingToAdminUsers"),
-        ("echo no; exit 3", "failed on"),
+        (QUERY + "echo ==ERROR== ERR_NVGPUCTRPERM; exit 1", "NVreg_RestrictProfilingToAdminUsers"),
+        (QUERY + "echo no; exit 3", "failed on triton"),
+        ("echo no GPU; exit 1", "does not list its metrics: no GPU"),
     ],
 )
 def test_measuring_says_why_not(tmp_path, monkeypatch, script, words):
     _fake_ncu(tmp_path, monkeypatch, script)
     with pytest.raises(counters.CounterError, match=words):
-        counters.measure("flash2", "1x1x64x16", "forward", "fp16", 0.0)
+        counters.measure("triton", "1x1x64x16", "forward", "fp16", 0.0)
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     with pytest.raises(counters.CounterError, match="not on PATH"):
         counters.find_ncu()
+
+
+def test_metrics_that_a_gpu_does_not_know_are_not_asked_for(tmp_path, monkeypatch):
+    _fake_ncu(
+        tmp_path, monkeypatch, QUERY.replace("sm__inst_executed_pipe_tensor ", "").replace("pipe_tensor &&", "x &&")
+    )
+    names = counters.available(counters.find_ncu())
+    assert set(counters.METRICS) - set(names) == {"tensor_instructions"}
+    assert "pipe_tensor.sum" not in " ".join(counters.command("ncu", [], names))
+    cut = counters.total([counters.Kernel("k", dict.fromkeys(names, 1.0))])
+    assert cut["instructions"] == 1 and cut["other_instructions"] is None
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -293,3 +330,55 @@ def test_the_measured_standard_attention_is_attention(causal):
     torch.testing.assert_close(workload.attention_of("standard", 0.0, causal)(q, k, v), ours)
     with pytest.raises(ValueError, match="flash2 is triton's forward"):
         workload.attention_of("flash2", 0.0)
+
+
+# ---- the page ----
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "io-model.md").read_text()
+
+
+def part(name):
+    return PAGE.split(f"<!-- {name}:begin -->\n")[1].split(f"<!-- {name}:end -->")[0].strip()
+
+
+def stored(name):
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
+
+
+def test_the_page_has_the_gpus():
+    assert part("gpus") == markdown_table()
+
+
+def test_the_page_has_the_papers_shape_as_stored():
+    systems = stored("io-a100-1k-dropout")["systems"]
+    rows = part("paper").splitlines()[2:]
+    assert [row.split()[1] for row in rows] == ["standard", "flash1", "flash2", "triton"]
+    for row in rows:
+        passes = [systems[row.split()[1]][which] for which in ("forward", "backward")]
+        moved = sum(p["bytes_read"] + p["bytes_written"] for p in passes) / 1e9
+        behind = sum(p["predicted"]["memory_bytes"] for p in passes) / 1e9
+        seconds = sum(p["predicted"]["seconds"] for p in passes)
+        assert row == f"| {row.split()[1]} | {moved:.1f} GB | {behind:.1f} GB | {seconds * 1e3:.1f} ms |"
+
+
+def test_stored_counts_are_what_the_model_says_today():
+    for name, dropout in (("io-h200-1k", 0.0), ("io-a100-1k-dropout", 0.1)):
+        data = stored(name)
+        problem, bound = plain_problem(64, 16, 1024, 64, dropout_p=dropout)
+        tiles = tiles_for(data["sram"] // 2, 64)
+        for system, found in data["systems"].items():
+            now = report(SYSTEMS[system], problem, bound, tiles)
+            assert [found[w]["bytes_read"] for w in ("forward", "backward")] == [
+                now.forward.account.bytes_read,
+                now.backward.account.bytes_read,
+            ]
+
+
+def test_the_page_has_what_fits_as_stored():
+    rows = [
+        f"| `{p['model']}` | {p['parameters'] / 1e6:,.0f}M | {p['largest_context']['standard']:,} | "
+        f"{p['largest_context']['tilewise']:,} |"
+        for p in stored("io-fit-h200")["points"]
+    ]
+    assert part("fit").splitlines()[2:] == rows

@@ -102,4 +102,7 @@ def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
                     *zip(*sizes, strict=True) if sizes else ([], []), style, marker="o", color=f"C{at}", label=label
                 )
         axes.set(xscale="log", yscale="log", xlabel="context", ylabel="largest batch", title="what fits, by formulas")
+        contexts = sorted({int(n) for point in points for n in point["largest_batch"]})
+        axes.set_xticks(contexts, [f"{n:,}" for n in contexts])
+        axes.minorticks_off()
         axes.legend(fontsize=8)

@@ -39,7 +39,7 @@ def _roofline(axes: Any, reports: dict[str, Report], asked: Asked) -> None:
     highest = max([10 * knee, *(4 * g.intensity for g in guesses.values())])
     axes.plot([1, knee, highest], [gpu.bandwidth, peak, peak], color="black", linewidth=1.2)
     axes.annotate(f"{peak / 1e12:,.0f} TFLOP/s", (highest, 0.93 * peak), ha="right", va="top")
-    axes.annotate(f"{gpu.bandwidth / 1e12:.2f} TB/s", (1.2, 2.6 * gpu.bandwidth), va="bottom")
+    axes.annotate(f"{gpu.bandwidth / 1e12:.2f} TB/s", (1.2, 6 * gpu.bandwidth), va="bottom")
     for name, guess in guesses.items():
         colour = COLOURS[name]
         useful = guess.flops / guess.seconds

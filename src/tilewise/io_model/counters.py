@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 #: What is asked of ncu: our name, its metric.
@@ -23,6 +24,9 @@ METRICS = {
     "dram_written": "dram__bytes_write.sum",
     "l2_to_sm": "l1tex__m_xbar2l1tex_read_bytes.sum",
     "sm_to_l2": "l1tex__m_l1tex2xbar_write_bytes.sum",
+    "l2_read_sectors": "lts__t_sectors_op_read.sum",
+    "l2_written_sectors": "lts__t_sectors_op_write.sum",
+    "l2_added_sectors": "lts__t_sectors_op_red.sum",
     "tensor_pipe": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     "occupancy": "sm__warps_active.avg.pct_of_peak_sustained_active",
     "instructions": "sm__inst_executed.sum",
@@ -30,10 +34,11 @@ METRICS = {
 }
 #: Percentages: of several kernels the mean, weighted by their time. All else is summed.
 SHARES = ("tensor_pipe", "occupancy")
-#: ncu's units in ours: bytes, seconds, percent, instructions.
+#: ncu's units in ours: bytes, seconds, percent, instructions, sectors (of 32 bytes).
 UNITS = {
     "byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "Tbyte": 1e12, "nsecond": 1e-9, "usecond": 1e-6,
-    "msecond": 1e-3, "second": 1.0, "ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "%": 1.0, "inst": 1.0, "": 1.0,
+    "msecond": 1e-3, "second": 1.0, "ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "%": 1.0, "inst": 1.0, "sector": 1.0,
+    "": 1.0,
 }  # fmt: skip
 MISSING = ("", "n/a", "(!) n/a", "nan")  # ncu's words for a metric that a GPU does not have
 
@@ -50,15 +55,26 @@ class Kernel:
     values: dict[str, float]
 
 
-def command(ncu: str, workload: Sequence[str]) -> list[str]:
-    """The ncu command that counts what a workload runs between its profiler marks.
+@lru_cache(maxsize=8)
+def available(ncu: str) -> tuple[str, ...]:
+    """The names of METRICS that this ncu knows for the GPU here: one that it does not know would stop it altogether."""
+    done = subprocess.run([ncu, "--query-metrics"], capture_output=True, text=True, check=False, timeout=120)
+    if done.returncode != 0:
+        raise CounterError(f"ncu does not list its metrics: {_last_lines(done.stdout + done.stderr)}")
+    known = set(done.stdout.split())
+    return tuple(name for name, metric in METRICS.items() if metric.split(".")[0] in known)
+
+
+def command(ncu: str, program: Sequence[str], names: Sequence[str] = tuple(METRICS)) -> list[str]:
+    """The ncu command that counts what a program runs between its profiler marks, by these names of METRICS.
 
     Caches are left as kernels leave them and clocks as they are: the workload warms up before its marks, and a flush before
     every kernel would hide what L2 keeps from one kernel of a pass to the next.
     """
+    metrics = ",".join(METRICS[name] for name in names)
     return [
         ncu, "--csv", "--page", "raw", "--print-units", "base", "--profile-from-start", "off", "--clock-control", "none",
-        "--cache-control", "none", "--target-processes", "all", "--metrics", ",".join(METRICS.values()), *workload,
+        "--cache-control", "none", "--target-processes", "all", "--metrics", metrics, *program,
     ]  # fmt: skip
 
 
@@ -90,7 +106,9 @@ def measure(system: str, shape: str, which: str, dtype: str, dropout: float, tim
     Raises:
         CounterError: there is no ncu, it has no permission, or the workload failed.
     """
-    whole = command(find_ncu(), workload(system, shape, which, dtype, dropout))
+    ncu = find_ncu()
+    names = available(ncu)
+    whole = command(ncu, workload(system, shape, which, dtype, dropout), names)
     done = subprocess.run(whole, capture_output=True, text=True, check=False, timeout=timeout)
     said = done.stdout + done.stderr
     if "ERR_NVGPUCTRPERM" in said:
@@ -100,10 +118,10 @@ def measure(system: str, shape: str, which: str, dtype: str, dropout: float, tim
         )
     if done.returncode != 0:
         raise CounterError(f"ncu failed on {system} {shape} {which}: {_last_lines(said)}")
-    return parse(done.stdout)
+    return parse(done.stdout, names)
 
 
-def parse(text: str) -> list[Kernel]:
+def parse(text: str, asked: Sequence[str] = tuple(METRICS)) -> list[Kernel]:
     """The kernels in ncu's CSV output (`--csv --page raw`): a row of names, a row of units, then a row per kernel.
 
     Lines before the table, by ncu ("==PROF== ...") and by the program, are passed over.
@@ -116,10 +134,10 @@ def parse(text: str) -> list[Kernel]:
     if start is None:
         raise CounterError(f"ncu printed no table of kernels: {_last_lines(text)}")
     names, units, *rows = [row for row in csv.reader(io.StringIO("\n".join(lines[start:]))) if len(row) > 2]
-    absent = [metric for metric in METRICS.values() if metric not in names]
+    absent = [METRICS[ours] for ours in asked if METRICS[ours] not in names]
     if absent:
         raise CounterError(f"ncu's table lacks {', '.join(absent)}")
-    columns = {ours: names.index(metric) for ours, metric in METRICS.items()}
+    columns = {ours: names.index(METRICS[ours]) for ours in asked}
     kernel = names.index("Kernel Name")
     return [
         Kernel(

@@ -60,14 +60,12 @@ def training_step(model: Model, who: str, batch: int, context: int, dropout: boo
         True
     """
     tokens, w = batch * context, model.width
-    problem, _ = plain_problem(batch, model.heads, context, model.head_dim)
+    problem, _ = plain_problem(batch, model.heads, context, model.head_dim, dropout_p=0.1 if dropout else 0.0)
     found = system_memory(SYSTEMS[WHO[who]], problem)
-    kept, scores = found.saved, batch * model.heads * context * context
+    kept, peak = found.saved, found.peak_backward
     if who == "standard":
-        kept += 2 * tokens * w + (3 * scores if dropout else 0)  # o, input of the projection; mask and dropped P
-        peak = 4 * scores
-    else:
-        peak = found.peak_backward
+        kept += 2 * tokens * w  # o: not among what standard attention itself keeps, but the projection's input
+        peak = 4 * batch * model.heads * context * context  # dP and dS; P is among what is kept
     return Step(
         STATE_BYTES * model.parameters(context),
         model.layers * kept,

@@ -101,3 +101,18 @@ def gpu_of(name: str) -> Gpu:
     if name not in GPUS:
         raise ValueError(f"--gpu must be one of {', '.join(GPUS)}, got {name!r}")
     return GPUS[name]
+
+
+def markdown_table() -> str:
+    """The table as docs/io-model.md shows it."""
+    head = "| `--gpu` | SMs x SRAM | L2 | memory | bandwidth | 16 / 8 / 32 bits | exponentials | source |"
+    lines = [head, "|" + "---|" * 8]
+    for gpu in GPUS.values():
+        peaks = " / ".join("-" if p is None else f"{p / TERA:,.0f}" for p in (gpu.matrix16, gpu.matrix8, gpu.matrix32))
+        exponentials = "-" if gpu.exponentials is None else f"{gpu.exponentials / TERA:.1f} T/s"
+        cells = (
+            f"`{gpu.name}`", f"{gpu.sms} x {gpu.sram // KIB} KiB", f"{gpu.l2 // MIB} MiB", f"{gpu.memory // GB} GB",
+            f"{gpu.bandwidth / TERA:.2f} TB/s", f"{peaks} TFLOP/s", exponentials, gpu.source,
+        )  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)

@@ -132,10 +132,14 @@ def system_memory(system: System, problem: Problem, aux: Sequence[Tensor] = ()) 
     """Bytes kept for backward, and the peaks of both passes beyond inputs, outputs and gradients.
 
     Per row one lse, or m and l for FlashAttention-1, in the backward pass delta besides; and o or dq once more where they are
-    summed in slow memory in another dtype.
+    summed in slow memory in another dtype. Standard attention keeps P, with dropout also its mask and the dropped P.
     """
     if system.algorithm is STANDARD:
-        return cost.standard_memory(problem)
+        found = cost.standard_memory(problem)
+        if not problem.spec.dropout_p:
+            return found
+        dropped = problem.B * problem.H * problem.Sq * problem.Sk * (1 + problem.dtype.itemsize)
+        return Memory(*(size + dropped for size in found))
     saved = cost.memory(problem, sum(t.numel() * t.element_size() for t in aux)).saved
     row = problem.total_q * problem.H * accumulator_bytes(problem)  # one number for each row
     rounded = accumulator_bytes(problem) != problem.dtype.itemsize  # then a sum in memory is a tensor of its own
@@ -147,8 +151,8 @@ def system_memory(system: System, problem: Problem, aux: Sequence[Tensor] = ()) 
 
 
 def plain_problem(
-    B: int = 1, H: int = 1, N: int = 1024, D: int = 64, dtype: torch.dtype = torch.float16
+    B: int = 1, H: int = 1, N: int = 1024, D: int = 64, dtype: torch.dtype = torch.float16, dropout_p: float = 0.0
 ) -> tuple[Problem, BoundSpec]:
     """Self-attention on a GPU without a mask: what laws and models are made of."""
-    spec = AttentionSpec()
+    spec = AttentionSpec(dropout_p=dropout_p)
     return Problem(spec, B, H, H, N, N, D, D, dtype, "cuda", B * N, B * N), spec.bind([], D**-0.5)
