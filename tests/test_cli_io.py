@@ -71,6 +71,7 @@ def test_measuring_prints_counters_beside_the_prediction(monkeypatch, tmp_path):
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(io_measure, "device_facts", lambda: {"title": "a GPU", "sms": 7, "l2": 1})
     monkeypatch.setattr(counters, "find_ncu", lambda: "ncu")
     monkeypatch.setattr(counters, "measure", measured)
     small = (

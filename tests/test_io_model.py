@@ -9,6 +9,7 @@ import torch
 
 import tilewise
 from tilewise import masks
+from tilewise.dispatch import BACKENDS
 from tilewise.io_model import counters, fit, laws, workload
 from tilewise.io_model.gpus import GPUS, gpu_of, markdown_table
 from tilewise.io_model.models import MODELS, model_of
@@ -328,6 +329,7 @@ def test_the_measured_standard_attention_is_attention(causal):
     q, k, v = torch.randn(3, 2, 20, 3, 8).unbind()
     ours = tilewise.attention(q, k, v, causal=causal)
     torch.testing.assert_close(workload.attention_of("standard", 0.0, causal)(q, k, v), ours)
+    assert set(workload.BACKENDS.values()) <= {row.name for row in BACKENDS}
     with pytest.raises(ValueError, match="flash2 is triton's forward"):
         workload.attention_of("flash2", 0.0)
 

@@ -20,6 +20,12 @@ NOTE = (
 )
 
 
+def device_facts() -> dict[str, Any]:
+    """What the GPU here says of itself, in the words of `gpus`."""
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {"title": found.name, "sms": found.multi_processor_count, "l2": found.L2_cache_size}
+
+
 def run(reports: dict[str, Report], problem: Problem, gpu: Gpu, causal: bool) -> list[dict[str, Any]]:
     """Measure both passes of every system, print them beside the prediction, return them as data."""
     if not torch.cuda.is_available():
@@ -32,10 +38,13 @@ def run(reports: dict[str, Report], problem: Problem, gpu: Gpu, causal: bool) ->
         raise ValueError("--measure takes self-attention: as many keys as queries, one head dim")
     heads = str(problem.H) if problem.G == 1 else f"{problem.H}/{problem.Hkv}"
     shape = f"{problem.B}x{heads}x{problem.Sq}x{problem.D}" + (":causal" if causal else "")
+    facts = device_facts()
+    if (facts["sms"], facts["l2"]) != (gpu.sms, gpu.l2):
+        stderr.print(f"predicted for {gpu.title}, measured on {facts}: name the GPU here with --gpu", markup=False)
     dropout, found = problem.spec.dropout_p, []
     for name, one in reports.items():
         for which, part in (("forward", one.forward), ("backward", one.backward)):
-            row = {"system": name, "pass": which, "shape": shape, "dropout": dropout, "counted": None}
+            row = {"system": name, "pass": which, "shape": shape, "dropout": dropout, "device": facts, "counted": None}
             guess = predict(part, problem, gpu)
             row["predicted"] = {
                 "l2_to_sm": part.account.bytes_read,

@@ -78,7 +78,7 @@ GPUS = {
         _gpu("h100", "H100 SXM5", 132, SHARED["9.0"], 50, 80, 3350, _HOPPER, 1.83,
              "NVIDIA H100 Tensor Core GPU architecture whitepaper, table 2; NVIDIA H100 datasheet; Hopper tuning guide"),
         _gpu("h200", "H200 SXM", 132, SHARED["9.0"], 60, 141, 4800, _HOPPER, 1.83,
-             "NVIDIA H200 datasheet (141 GB, 4.8 TB/s; compute as H100 SXM); L2 as one H200 reports it to CUDA"),
+             "NVIDIA H200 datasheet (141 GB, 4.8 TB/s; compute as H100 SXM); L2 as CUDA's device query gives it"),
         _gpu("h200-measured", "H200 SXM, measured", 132, SHARED["9.0"], 60, 141, 4297, (775, 1450, 494.7, 66.9), 1.83,
              "on one NVIDIA H200, 2026-11-29: cuBLAS bf16 and e4m3 8192^3 in a burst, device copy of 4.3 GB; rest as h200"),
         _gpu("b200", "B200 SXM", 148, SHARED["10.0"], 126, 180, 8000, (2250, 4500, 1100, 80), 1.85,
