@@ -193,8 +193,9 @@ def decode_config(
     owned, streamed = padded(D) * dtype.itemsize, (padded(D) + padded(Dv)) * dtype.itemsize
     picked = pick_decode(max(D, Dv), dtype, min(DECODE_ROWS, padded(max(1, rows))))
     tiled = fitted(picked, owned, streamed, True, shared_memory(device))
-    programs, slots = max(1, heads * cdiv(rows, tiled.block_m)), RESIDENT * multiprocessors(device)
-    return DecodeConfig(**asdict(tiled), splits=splits(cdiv(keys, tiled.block_n), programs, slots))
+    programs = max(1, heads * cdiv(rows, tiled.block_m))
+    parts = splits(cdiv(keys, tiled.block_n), programs, multiprocessors(device))
+    return DecodeConfig(**asdict(tiled), splits=parts)
 
 
 @lru_cache(maxsize=1024)
