@@ -6,7 +6,7 @@ behaves like them inside a kernel). ``//`` is only used on numerators >= 0, wher
 
 from typing import NamedTuple
 
-SPLIT_TILES = 2
+PART_TILES, MERGE_TILES = 2, 8  # what a part of the keys, and merging parts, costs besides
 
 
 class TileRange(NamedTuple):
@@ -42,13 +42,18 @@ def kv_tile_range(lo_min, lo_max, hi_min, hi_max, block_n):
 
 
 def splits(tiles, programs, slots):
-    """Parts into which to divide the `tiles` of each of `programs` programs, for a device that runs `slots` at one time.
+    """Parts into which to divide the `tiles` of each of `programs` programs, where `slots` programs use all of the memory.
 
-    The device is busy for ``ceil(programs * parts / slots)`` rounds of ``ceil(tiles / parts)`` tiles; each round costs
-    what `SPLIT_TILES` tiles do besides. The fewest parts that make this least.
+    Fewer read as fast each as they would among `slots`, more share what there is. The fewest parts that take the least
+    time, counted in tiles: each part costs `PART_TILES` besides, merging parts `MERGE_TILES`.
     """
     most = max(1, min(tiles, slots))
-    return min(range(1, most + 1), key=lambda parts: cdiv(programs * parts, slots) * (cdiv(tiles, parts) + SPLIT_TILES))
+
+    def time(parts):
+        busy = max(slots, programs * parts) * (cdiv(tiles, parts) + PART_TILES)
+        return busy + (parts > 1) * MERGE_TILES * slots
+
+    return min(range(1, most + 1), key=time)
 
 
 def work_order(place, tiles, heads, together):
