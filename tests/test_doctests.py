@@ -7,7 +7,7 @@ import pytest
 
 import tilewise
 
-MODULES = ("api", "dispatch", "flash_attn", "masks", "merge", "testing")
+MODULES = ("api", "dispatch", "flash_attn", "lab", "masks", "merge", "testing")
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -1,0 +1,89 @@
+"""FlashAttention (Dao et al. 2022), algorithms 1 and 4, as a schedule of PyTorch calls: keys outside, rows inside.
+
+Fast memory holds M numbers. A tile of Bc keys (K_j and V_j) stays there while tiles of Br rows pass by:
+
+    Bc = ceil(M / 4d)        Br = min(ceil(M / 4d), d)
+
+With rows inside, every row tile is met again for each key tile: its O, l and m live in slow memory, are read, brought to the
+new maximum, normalised anew and written back (algorithm 1, lines 10 to 13, in the paper's symbols):
+
+    m~ = rowmax(S)       P~ = exp(S - m~)       l~ = rowsum(P~)
+    m_new = max(m, m~)   l_new = exp(m - m_new) l + exp(m~ - m_new) l~
+    O = (l exp(m - m_new) O + exp(m~ - m_new) P~ V) / l_new
+
+What it costs next to FlashAttention-2, which swaps the loops: Tc reads and writes of O instead of one write, a division
+per visit, and no row tiles to share out, so that only batch x heads run in parallel (here: the leading dims of each product).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilewise.lab.recompute import add_gradients, at_least_one_key, finite, new_statistics, row_delta
+from tilewise.lab.system import Explicit, parts
+from tilewise.lab.tiling import Tiling
+from tilewise.masks import Mask
+from tilewise.tiles import cdiv
+
+
+@dataclass(frozen=True)
+class Flash1(Explicit):
+    """Keeps q, k, v, o, m and l: 4 N D + 2 N numbers for every head.
+
+    Args:
+        M: numbers that fit into fast memory.
+    """
+
+    M: int = 2**17  # 512 KiB of float32: a CPU core's second-level cache
+
+    def tiling(self, q: Tensor, k: Tensor, mask: Mask | None) -> Tiling:
+        block_m, block_n = tile_sizes(self.M, q.shape[-1])
+        return Tiling(parts(mask), q.shape[-2], k.shape[-2], block_m, block_n, q.device)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        tiles, scale = self.tiling(q, k, mask), q.shape[-1] ** -0.5
+        m, l = new_statistics(q)
+        o = torch.zeros_like(q, dtype=m.dtype)
+        for j, keys in enumerate(tiles.keys):
+            k_j, v_j = k[..., keys, :], v[..., keys, :]
+            for i in tiles.rows_of(j):
+                rows = tiles.rows[i]
+                o_i, m_i, l_i = o[..., rows, :], m[..., rows, :], l[..., rows, :]
+                s = tiles.hide((q[..., rows, :] * scale @ k_j.mT).to(m.dtype), i, j)
+                m_tile = s.amax(-1, keepdim=True)
+                p = s.sub_(finite(m_tile)).exp_()
+                m_new = torch.maximum(m_i, m_tile)
+                old, new = (m_i - finite(m_new)).exp_() * l_i, (m_tile - finite(m_new)).exp_()
+                l_new = old + new * p.sum(-1, keepdim=True)
+                o_i.mul_(old).add_(new * (p.to(v.dtype) @ v_j)).div_(at_least_one_key(l_new))
+                m_i.copy_(m_new)
+                l_i.copy_(l_new)
+        o = o.to(q.dtype)
+        return o, (o, m, l)
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Sequence[Tensor], mask: Mask | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        o, m, l = kept
+        tiles, scale = self.tiling(q, k, mask), q.shape[-1] ** -0.5
+        dq, dk, dv = (torch.zeros_like(t, dtype=m.dtype) for t in (q, k, v))
+        for j, keys in enumerate(tiles.keys):
+            k_j, v_j = k[..., keys, :], v[..., keys, :]
+            for i in tiles.rows_of(j):
+                rows = tiles.rows[i]
+                q_i, do_i = q[..., rows, :] * scale, do[..., rows, :]
+                s = tiles.hide((q_i @ k_j.mT).to(m.dtype), i, j)
+                p = s.sub_(finite(m[..., rows, :])).exp_().div_(at_least_one_key(l[..., rows, :]))
+                delta = row_delta(do_i, o[..., rows, :], m.dtype)  # again at every visit, as in algorithm 4, line 19
+                add_gradients(p, q_i, k_j, v_j, do_i, delta, dq[..., rows, :], dk[..., keys, :], dv[..., keys, :])
+        return (dq * scale).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def tile_sizes(M: int, d: int) -> tuple[int, int]:
+    """(Br, Bc) for fast memory of M numbers."""
+    Bc = cdiv(M, 4 * d)
+    return min(Bc, d), Bc
