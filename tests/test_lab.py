@@ -17,7 +17,7 @@ FP32, FP64 = torch.float32, torch.float64
 SMALL = {
     "recompute-rows": {"block_m": 24},
     "recompute-tiles": {"block_m": 32, "block_n": 24},
-    "flash1": {"M": 4 * 16 * 21},
+    "flash1": {"fast_bytes": 4 * 4 * 16 * 21},
 }
 CASES = [
     Case("full", Sq=64, D=16),

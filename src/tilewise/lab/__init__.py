@@ -11,7 +11,7 @@ Example:
 
 from __future__ import annotations
 
-from tilewise.lab.flash1 import Flash1
+from tilewise.lab.flash1 import Flash1, Flash1Kernels
 from tilewise.lab.product import Product
 from tilewise.lab.recompute import RecomputeAttention
 from tilewise.lab.standard import CheckpointedAttention, StandardAttention
@@ -22,6 +22,7 @@ __all__ = [
     "CheckpointedAttention",
     "Explicit",
     "Flash1",
+    "Flash1Kernels",
     "Product",
     "RecomputeAttention",
     "StandardAttention",
@@ -54,6 +55,7 @@ SYSTEMS: tuple[System, ...] = (
     Flash1("flash1", "keys outside, rows inside", f"{_PAPER}, algorithms 1 and 4", TILED, "cpu"),
     Product("flash2", "rows outside: tilewise", "FlashAttention-2 (Dao 2023)", TILED, "cpu", "cpu"),
     *_portable("cuda"),
+    Flash1Kernels("flash1", "keys outside, rows inside", f"{_PAPER}, algorithms 1 and 4", TILED, "cuda"),
     Product("flash2", "rows outside: tilewise, Triton", "FlashAttention-2 (Dao 2023)", TILED, "cuda", "triton"),
     Product("flash3", "for Hopper: tilewise, Gluon", "FlashAttention-3 (Shah et al. 2024)", INTERVALS, "cuda", "gluon"),
 )

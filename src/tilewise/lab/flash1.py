@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from torch import Tensor
 from tilewise.lab.recompute import add_gradients, at_least_one_key, finite, new_statistics, row_delta
 from tilewise.lab.system import Explicit, parts
 from tilewise.lab.tiling import Tiling
-from tilewise.masks import Mask
+from tilewise.masks import Blocks, Mask
 from tilewise.tiles import cdiv
 
 
@@ -35,13 +36,13 @@ class Flash1(Explicit):
     """Keeps q, k, v, o, m and l: 4 N D + 2 N numbers for every head.
 
     Args:
-        M: numbers that fit into fast memory.
+        fast_bytes: of fast memory.
     """
 
-    M: int = 2**17  # 512 KiB of float32: a CPU core's second-level cache
+    fast_bytes: int = 512 << 10  # a CPU core's second-level cache
 
     def tiling(self, q: Tensor, k: Tensor, mask: Mask | None) -> Tiling:
-        block_m, block_n = tile_sizes(self.M, q.shape[-1])
+        block_m, block_n = tile_sizes(self.fast_bytes // q.element_size(), q.shape[-1])
         return Tiling(parts(mask), q.shape[-2], k.shape[-2], block_m, block_n, q.device)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -83,7 +84,54 @@ class Flash1(Explicit):
         return (dq * scale).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
+@dataclass(frozen=True)
+class Flash1Kernels(Flash1):
+    """The same algorithms as Triton kernels (`flash1_kernels`). Their tiles are powers of two, the largest that fit."""
+
+    fast_bytes: int = 227 << 10  # shared memory of a Hopper GPU's multiprocessor
+
+    def why_not(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Sequence[str]:
+        found = list(super().why_not(q, k, v, mask))
+        sizes = [size for part in parts(mask) if isinstance(part, Blocks) for size in (part.block_m, part.block_n)]
+        if any(size < SMALLEST or size != power_of_two(size) for size in sizes):
+            found.append(f"takes Blocks of powers of two from {SMALLEST}, got {sizes}")
+        if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            found.append(f"takes float32, bfloat16 and float16, not {q.dtype}")
+        return found
+
+    def kernel_tiling(self, q: Tensor, k: Tensor, mask: Mask | None, most: int) -> Tiling:
+        """Tiles by the paper's rule, but of at most so many keys: what registers hold has no place in its formula."""
+        d = max(q.shape[-1], SMALLEST)
+        Bc = min(power_of_two(max(tile_sizes(self.fast_bytes // q.element_size(), d)[1], SMALLEST)), most)
+        return Tiling(parts(mask), q.shape[-2], k.shape[-2], min(Bc, power_of_two(d), ROWS), Bc, q.device)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        o, m, l = _kernels().forward(q, k, v, self.kernel_tiling(q, k, mask, KEYS_FORWARD))
+        return o, (o, m, l)
+
+    def backward(
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Sequence[Tensor], mask: Mask | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return _kernels().backward(do, q, k, v, *kept, self.kernel_tiling(q, k, mask, KEYS_BACKWARD))
+
+
+SMALLEST = 16  # side of a tile that matrix units multiply
+#: Largest tiles whose S and O_i, or S, dP, dK_j and dV_j, the compiler keeps in the registers of a Hopper GPU.
+ROWS, KEYS_FORWARD, KEYS_BACKWARD = 64, 256, 64
+
+
 def tile_sizes(M: int, d: int) -> tuple[int, int]:
     """(Br, Bc) for fast memory of M numbers."""
     Bc = cdiv(M, 4 * d)
     return min(Bc, d), Bc
+
+
+def power_of_two(n: int) -> int:
+    """The largest that is not larger."""
+    return 1 << (n.bit_length() - 1)
+
+
+def _kernels() -> Any:
+    from tilewise.lab import flash1_kernels  # noqa: PLC0415  Triton: only a call on a GPU needs it
+
+    return flash1_kernels
