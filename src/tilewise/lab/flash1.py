@@ -24,10 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise.lab.recompute import add_gradients, at_least_one_key, finite, new_statistics, row_delta
+from tilewise.cost import Memory
+from tilewise.lab.recompute import Gradients, at_least_one_key, finite, new_statistics, row_delta, tiled_memory
 from tilewise.lab.system import Explicit, parts
 from tilewise.lab.tiling import Tiling
 from tilewise.masks import Blocks, Mask
+from tilewise.problem import Problem
 from tilewise.tiles import cdiv
 
 
@@ -69,19 +71,18 @@ class Flash1(Explicit):
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Sequence[Tensor], mask: Mask | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        o, m, l = kept
-        tiles, scale = self.tiling(q, k, mask), q.shape[-1] ** -0.5
-        dq, dk, dv = (torch.zeros_like(t, dtype=m.dtype) for t in (q, k, v))
+        tiles, work = self.tiling(q, k, mask), Gradients(do, q, k, v, kept)
         for j, keys in enumerate(tiles.keys):
-            k_j, v_j = k[..., keys, :], v[..., keys, :]
-            for i in tiles.rows_of(j):
-                rows = tiles.rows[i]
-                q_i, do_i = q[..., rows, :] * scale, do[..., rows, :]
-                s = tiles.hide((q_i @ k_j.mT).to(m.dtype), i, j)
-                p = s.sub_(finite(m[..., rows, :])).exp_().div_(at_least_one_key(l[..., rows, :]))
-                delta = row_delta(do_i, o[..., rows, :], m.dtype)  # again at every visit, as in algorithm 4, line 19
-                add_gradients(p, q_i, k_j, v_j, do_i, delta, dq[..., rows, :], dk[..., keys, :], dv[..., keys, :])
-        return (dq * scale).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+            with work.of_keys(keys):
+                for i in tiles.rows_of(j):
+                    rows = tiles.rows[i]
+                    m, l, o, do_i = (t[:, rows] for t in (work.m, work.l, work.o, work.do))
+                    p = tiles.hide(work.scores(rows).mT, i, j).mT.sub_(finite(m).mT).exp_().div_(at_least_one_key(l).mT)
+                    work.add(rows, p, row_delta(do_i, o, m.dtype).mT)  # delta at every visit: algorithm 4, line 19
+        return work.results()
+
+    def memory(self, problem: Problem) -> Memory:
+        return tiled_memory(problem, *tile_sizes(self.fast_bytes // problem.dtype.itemsize, problem.D))
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,10 @@ class Flash1Kernels(Flash1):
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Sequence[Tensor], mask: Mask | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         return _kernels().backward(do, q, k, v, *kept, self.kernel_tiling(q, k, mask, KEYS_BACKWARD))
+
+    def memory(self, problem: Problem) -> Memory:
+        """No tile lies in slow memory, but O and dQ do, in float32."""
+        return tiled_memory(problem, 0, 0)._replace(peak_forward=4 * problem.total_q * problem.H * (problem.Dv + 2))
 
 
 SMALLEST = 16  # side of a tile that matrix units multiply

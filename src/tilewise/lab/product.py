@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from tilewise.api import attention
+from tilewise.cost import Memory, memory, workers_of
 from tilewise.lab.system import System
 from tilewise.masks import Mask
+from tilewise.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -26,3 +28,6 @@ class Product(System):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
         return attention(q, k, v, mask=mask, backend=self.backend)
+
+    def memory(self, problem: Problem) -> Memory:
+        return memory(problem, 0, workers_of(problem))

@@ -18,15 +18,18 @@ So tiles of any size give the same result: all rows by all keys at once, some ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from tilewise.cost import Memory, accumulator_bytes, tensor_bytes
 from tilewise.lab.system import Explicit, parts
 from tilewise.lab.tiling import Tiling
 from tilewise.masks import Mask
+from tilewise.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -64,33 +67,89 @@ class RecomputeAttention(Explicit):
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Sequence[Tensor], mask: Mask | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        o, m, l = kept
-        tiles, scale = self.tiling(q, k, mask), q.shape[-1] ** -0.5
-        dq, dk, dv = (torch.zeros_like(t, dtype=m.dtype) for t in (q, k, v))
+        tiles, work = self.tiling(q, k, mask), Gradients(do, q, k, v, kept)
         # One pass over the rows saves one over every tile: exp(s - m) / l = exp(s - (m + log l)).
-        lse, delta = finite(m) + at_least_one_key(l).log(), row_delta(do, o, m.dtype)
-        for i, rows in enumerate(tiles.rows):
-            q_i, do_i = q[..., rows, :] * scale, do[..., rows, :]
-            for j in tiles.keys_of(i):
-                keys = tiles.keys[j]
-                k_j, v_j = k[..., keys, :], v[..., keys, :]
-                s = tiles.hide((q_i @ k_j.mT).to(m.dtype), i, j)
-                p = s.sub_(lse[..., rows, :]).exp_()
-                add_gradients(
-                    p, q_i, k_j, v_j, do_i, delta[..., rows, :], dq[..., rows, :], dk[..., keys, :], dv[..., keys, :]
-                )
-        return (dq * scale).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+        lse = (finite(work.m) + at_least_one_key(work.l).log()).mT
+        delta = row_delta(work.do, work.o, work.m.dtype).mT
+        for j, keys in enumerate(tiles.keys):
+            with work.of_keys(keys):
+                for i in tiles.rows_of(j):
+                    rows = tiles.rows[i]
+                    p = tiles.hide(work.scores(rows).mT, i, j).mT.sub_(lse[..., rows]).exp_()
+                    work.add(rows, p, delta[..., rows])
+        return work.results()
+
+    def memory(self, problem: Problem) -> Memory:
+        return tiled_memory(problem, self.block_m or problem.Sq, self.block_n or problem.Sk)
 
 
-def add_gradients(p, q, k, v, do, delta, dq, dk, dv) -> None:
-    """Add what one tile does to the gradients: dV += P^T dO, dS = P o (dO V^T - delta), dQ += dS K, dK += dS^T Q.
+def tiled_memory(problem: Problem, block_m: int, block_n: int) -> Memory:
+    """Two statistics per row and, for every head, the tile: S forward; P and dS, and what belongs to its keys, backward."""
+    acc, heads, rows = accumulator_bytes(problem), problem.B * problem.H, problem.total_q * problem.H
+    block_m, block_n = min(block_m, problem.Sq), min(block_n, problem.Sk)
+    statistics, tile = 2 * rows * acc, heads * block_m * block_n * acc
+    hidden = 3 * block_m * block_n if problem.spec.mask else 0  # bool: both bounds and what they come to
+    of_keys = 4 * heads * block_n * problem.D * acc
+    backward = 2 * statistics + 2 * tile + of_keys
+    return Memory(tensor_bytes(problem) + statistics, statistics + tile + hidden, backward + hidden)
 
-    `q` is scaled and `dq` not yet.
+
+class Gradients:
+    """dq, dk, dv as sums over tiles, keys outside. Tiles are transposed, keys down and rows across:
+
+        dV_j += P^T dO_i        dS^T = P^T o (V_j dO_i^T - delta)        dK_j += dS^T Q_i        dQ_i += dS K_j
+
+    so that K_j, V_j and their gradients stay where they are, and one product in five needs a transposition. The two tiles
+    lie in the same memory all the time: a fresh megabyte for each would cost more than its products' additions.
     """
-    dv += p.mT.to(do.dtype) @ do
-    ds = (do @ v.mT).to(p.dtype).sub_(delta).mul_(p).to(q.dtype)
-    dq += ds @ k
-    dk += ds.mT @ q
+
+    def __init__(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, kept: Sequence[Tensor]):
+        self._shapes = q.shape, k.shape
+        self.do, self.q, self.k, self.v = (t.flatten(0, 1) for t in (do, q, k, v))
+        self.o, self.m, self.l = (t.flatten(0, 1) for t in kept)
+        self.scale = q.shape[-1] ** -0.5
+        self.dq = torch.zeros_like(self.q, dtype=self.m.dtype)
+        self.dk, self.dv = torch.zeros_like(self.k), torch.zeros_like(self.v)
+        self._space: dict[str, Tensor] = {}
+
+    @contextmanager
+    def of_keys(self, keys: slice) -> Iterator[None]:
+        """Load K_j and V_j; at the end store dK_j and dV_j."""
+        self._k, self._v = self.k[:, keys] * self.scale, self.v[:, keys]
+        self._dk, self._dv = (torch.zeros_like(t, dtype=self.m.dtype) for t in (self._k, self._v))
+        yield
+        self.dk[:, keys], self.dv[:, keys] = self._dk.mul_(self.scale), self._dv
+
+    def scores(self, rows: slice) -> Tensor:
+        """S^T of the tile."""
+        return self._product("s", self._k, self.q[:, rows])
+
+    def add(self, rows: slice, p: Tensor, delta: Tensor) -> None:
+        """What the tile adds, from P^T (keys, rows) and delta (1, rows)."""
+        q, do = self.q[:, rows], self.do[:, rows]
+        add_product(self._dv, p.to(do.dtype), do)
+        ds = self._product("dp", self._v, do).sub_(delta).mul_(p).to(q.dtype)
+        add_product(self._dk, ds, q)
+        add_product(self.dq[:, rows], ds.mT, self._k)
+
+    def results(self) -> tuple[Tensor, Tensor, Tensor]:
+        of_q, of_k = self._shapes
+        return self.dq.to(self.q.dtype).view(of_q), self.dk.view(of_k), self.dv.view(of_k)
+
+    def _product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        """a b^T in the precision of the statistics."""
+        shape = (a.shape[0], a.shape[1], b.shape[1])
+        if name not in self._space or self._space[name].shape != shape:
+            self._space[name] = a.new_empty(shape)
+        return torch.bmm(a, b.mT, out=self._space[name]).to(self.m.dtype)
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b, without a tensor in between where all have one dtype."""
+    if total.dtype == a.dtype:
+        total.baddbmm_(a, b)
+    else:
+        total += a @ b
 
 
 def new_statistics(q: Tensor) -> tuple[Tensor, Tensor]:

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from tilewise.cost import Memory, standard_memory, tensor_bytes
 from tilewise.lab.system import System, parts
 from tilewise.lab.tiling import visible
 from tilewise.masks import Mask
+from tilewise.problem import Problem
 
 
 class StandardAttention(System):
@@ -30,11 +32,14 @@ class StandardAttention(System):
             P = S.softmax(-1)
         else:
             seen = visible(parts(mask), q.shape[1], k.shape[1], q.device)
-            P = S.masked_fill_(~seen, -torch.inf).softmax(-1)
             blind = ~seen.any(-1, keepdim=True)
+            P = S.masked_fill_(seen.logical_not_(), -torch.inf).softmax(-1)
             if bool(blind.any()):  # the softmax of nothing is NaN
                 P = P.masked_fill(blind, 0.0)
         return (P @ v.transpose(1, 2)).transpose(1, 2)
+
+    def memory(self, problem: Problem) -> Memory:
+        return standard_memory(problem)
 
 
 class CheckpointedAttention(StandardAttention):
@@ -47,3 +52,7 @@ class CheckpointedAttention(StandardAttention):
         o = checkpoint(super().attend, q, k, v, mask, use_reentrant=False, preserve_rng_state=False)
         assert isinstance(o, Tensor)
         return o
+
+    def memory(self, problem: Problem) -> Memory:
+        inputs = tensor_bytes(problem) - problem.total_q * problem.H * problem.Dv * problem.dtype.itemsize
+        return standard_memory(problem)._replace(saved=inputs)

@@ -13,9 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from tilewise.cost import Memory
 from tilewise.lab.tiling import BLOCKS, shared_by_all
 from tilewise.masks import Mask
+from tilewise.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,10 @@ class System:
         """`__call__` without checks."""
         raise NotImplementedError
 
+    def memory(self, problem: Problem) -> Memory:
+        """Bytes kept for the backward pass, exactly, and the peak of each pass beyond q, k, v, o and gradients."""
+        raise NotImplementedError
+
 
 class Explicit(System):
     """A system whose backward pass is written out. Tensors come as (B, H, S, D)."""
@@ -97,6 +104,7 @@ class _WrittenOut(torch.autograd.Function):
         return o
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, *kept = ctx.saved_tensors
         return (*ctx.system.backward(grads[0], q, k, v, kept, ctx.mask), None, None)
