@@ -8,7 +8,7 @@ import pytest
 import tilewise
 
 IO_MODEL = tuple(f"io_model.{name}" for name in ("fit", "laws", "models", "systems"))
-MODULES = ("api", "cost", "dispatch", "flash_attn", "masks", "merge", "testing", *IO_MODEL)
+MODULES = ("api", "cost", "dispatch", "flash_attn", "lab", "masks", "merge", "testing", *IO_MODEL)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -34,8 +34,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,16 +109,64 @@ def assert_matches_reference(
         for one in what.dtypes if dtype is None else (dtype,):
             assert_matches_reference(make_inputs(what, one, seed), backend=backend)
         return
-    found = {name: t.cpu() for name, t in run(what, backend).items()}
-    what = what.on("cpu")
-    exact, sizes = expected(what)
-    complaints = _complaints(what, found, exact, sizes, dense_errors(what, exact))
-    if complaints and what.q.numel() < LARGE:  # the largest of many errors is not luck
-        complaints = _complaints(what, found, exact, sizes, dense_errors(what, exact, lucky=True))
+    complaints = _Judge(what.on("cpu")).complaints({name: t.cpu() for name, t in run(what, backend).items()})
     if complaints:
         end = f", backend={backend!r})" if what.repro.startswith("assert") else ""
         head = "import torch; from tilewise.testing import Case, assert_matches_reference; " if end else ""
         raise AssertionError("\n".join([*complaints, f"repro: {head}{what.repro}{end}"]))
+
+
+class Verdict(NamedTuple):
+    """What the rule of this module says of a function, and how far from float64 its o, dq, dk and dv are at most."""
+
+    complaints: list[str]
+    errors: dict[str, float]
+
+
+def judge(what: Inputs, functions: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]]) -> dict[str, Verdict]:
+    """Apply the rule to attention that is computed elsewhere.
+
+    Args:
+        what: a call without dropout; its `dlse` does not count.
+        functions: by name, of q, k and v as in the call, returning o; they know its mask and other options.
+
+    Example:
+        >>> from torch.nn.functional import scaled_dot_product_attention as sdpa
+        >>> from tilewise.testing import Case, judge, make_inputs
+        >>> swap = lambda t: t.transpose(1, 2)
+        >>> judge(make_inputs(Case()), {"sdpa": lambda q, k, v: swap(sdpa(swap(q), swap(k), swap(v)))})["sdpa"].complaints
+        []
+    """
+    what = dataclasses.replace(what, dlse=torch.zeros_like(what.upstream()[1]))
+    of_rule, found = _Judge(what.on("cpu")), {}
+    for name, function in functions.items():
+        named, leaves = leaves_of(what)
+        o = function(named["q"], named["k"], named["v"])
+        results = {"o": o} | gradients_of(what, o, torch.zeros(()), leaves)
+        results = {kind: t.detach().cpu() for kind, t in results.items()}
+        errors = {kind: _max(t.double() - of_rule.exact[kind]) if t.numel() else 0.0 for kind, t in results.items()}
+        found[name] = Verdict(of_rule.complaints(results), errors)
+    return found
+
+
+class _Judge:
+    """The rule for one call: its exact results, and the errors of dense attention, which are found once."""
+
+    def __init__(self, what: Inputs):
+        self.what = what
+        self.exact, self.sizes = expected(what)
+        self._dense_errors = dense_errors(what, self.exact)
+
+    @cached_property
+    def _lucky_errors(self) -> dict[str, tuple[Tensor, ...]]:
+        return dense_errors(self.what, self.exact, lucky=True)
+
+    def complaints(self, found: dict[str, Tensor]) -> list[str]:
+        """What is wrong with results, in words."""
+        complaints = _complaints(self.what, found, self.exact, self.sizes, self._dense_errors)
+        if complaints and self.what.q.numel() < LARGE:  # the largest of many errors is not luck
+            complaints = _complaints(self.what, found, self.exact, self.sizes, self._lucky_errors)
+        return complaints
 
 
 def _complaints(
@@ -129,7 +178,7 @@ def _complaints(
 ) -> list[str]:
     """What is wrong with each tensor, in words."""
     saved = exact["lse"][exact["lse"].isfinite()]
-    lse_error = torch.finfo(found["lse"].dtype).eps * (_max(saved) if saved.numel() else 0.0)
+    lse_error = torch.finfo(what.upstream()[1].dtype).eps * (_max(saved) if saved.numel() else 0.0)
     delta_slack = _delta_slack(what, exact["o"])
     complaints = []
     for name, got in found.items():

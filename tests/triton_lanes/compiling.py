@@ -29,12 +29,13 @@ TARGETS = {
 }
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 KERNELS = {
-    "triton.forward": ("forward_kernel",),
-    "triton.decode": ("decode_kernel", "merge_kernel"),
-    "triton.backward": ("statistics_kernel", "dq_kernel", "dkdv_kernel"),
-    "triton.bias_gradient": ("dbias_kernel",),
-    "gluon.forward_sm90": ("forward_kernel",),
-    "gluon.backward": ("prepare_kernel", "backward_kernel", "finish_kernel", "repair_kernel"),
+    "backends.triton.forward": ("forward_kernel",),
+    "backends.triton.decode": ("decode_kernel", "merge_kernel"),
+    "backends.triton.backward": ("statistics_kernel", "dq_kernel", "dkdv_kernel"),
+    "backends.triton.bias_gradient": ("dbias_kernel",),
+    "backends.gluon.forward_sm90": ("forward_kernel",),
+    "lab.flash1_kernels": ("flash1_forward_kernel", "flash1_backward_kernel"),
+    "backends.gluon.backward": ("prepare_kernel", "backward_kernel", "finish_kernel", "repair_kernel"),
 }
 
 
@@ -82,7 +83,7 @@ def compiling_for(target: str) -> Iterator[list]:
         before = None
     driver.set_active(_Driver(TARGETS[target]))
     for name, kernels in KERNELS.items():
-        module = importlib.import_module(f"tilewise.backends.{name}")
+        module = importlib.import_module(f"tilewise.{name}")
         replaced: dict[str, Any] = {kernel: _Recorder(_fresh(getattr(module, kernel)), found) for kernel in kernels}
         for attribute, value in replaced.items():
             kept.append((module, attribute, getattr(module, attribute)))

@@ -21,6 +21,7 @@ COMMANDS = {
     "fit": "Which batch and context of a model fit on which GPU.",
     "bench": "Speed against PyTorch's own attention, forward and backward.",
     "memory": "Memory against sequence length, tilewise and standard attention.",
+    "lab": "The systems of the papers side by side: exactness, bytes, time, generations, sparsity.",
     "train": "Train a small language model on a text of yours.",
     "sample": "Write text with a trained model.",
     "compare": "One model with several attentions and seeds: do they learn the same?",
@@ -52,8 +53,10 @@ class LazyGroup(TyperGroup):
 
 
 def load(name: str) -> Any:
-    """The command of this name, imported now."""
+    """The command (or group of commands) of this name, imported now."""
     function = getattr(importlib.import_module(f"tilewise.cli.{name}"), name)
+    if isinstance(function, typer.Typer):
+        return typer.main.get_command(function)
     single = typer.Typer(add_completion=False, rich_markup_mode="markdown")
     single.command(name)(function)
     return typer.main.get_command(single)

@@ -35,6 +35,7 @@ from tilewise.spec import AttentionSpec, MaskTerm
 
 SHARE = 0.6  # of the memory that is free: a measured point may not push other programs out
 WHO = ("tilewise", "standard")
+COLOURS = ("#2a6f97", "#d1495b", "#edae49", "#66a182", "#8d6a9f", "#9a6324", "#30323d", "#c08497")
 LENGTHS = ",".join(str(1024 << i) for i in range(11))
 #: MB in all of a training step of FlashAttention in its paper (Dao et al. 2022, appendix): 16 sequences, 8 heads of 64.
 PAPER_PROBLEM = (16, 8, 64)
@@ -68,19 +69,19 @@ def memory(
 
     Example: `tilewise memory --lengths 1024,2048,4096 --heads 8`
     """
-    _check_device(device)
+    check_device(device)
     limit = measure_up_to if measure_up_to is not None else 8192 if device == "cpu" else sys.maxsize
     ns = sorted(integers(lengths, "--lengths"))
     if not ns or ns[0] < 1:
         raise ValueError(f"--lengths must be >= 1, got {lengths!r}")
-    problems = {n: _problem(batch, heads, n, dim, dtype_of(dtype), causal, device) for n in ns}
+    problems = {n: problem_of(batch, heads, n, dim, dtype_of(dtype), causal, device) for n in ns}
     points = [_model(n, problems[n]) for n in ns]
-    jobs = [(point, who) for point in points for who in WHO if point["N"] <= limit and _fits(point, who, device)]
+    jobs = [(point, who) for point in points for who in WHO if point["N"] <= limit and fits(point, who, device)]
     shared = {"B": batch, "H": heads, "D": dim, "dtype": dtype, "causal": causal, "threads": torch.get_num_threads()}
     shared["device"] = device
     for point, who in track(jobs, "measuring", console=stderr, transient=True, disable=not stderr.is_terminal):
-        point["measured"][who] = _measure({**shared, "who": who, "N": point["N"]})
-    total = _memory_of(device) if gib is None else round(gib * 2**30)
+        point["measured"][who] = measure({**shared, "who": who, "N": point["N"]})
+    total = memory_of(device) if gib is None else round(gib * 2**30)
     limits = {who: cost.out_of_memory_point(problems[ns[0]], total, who == "standard") for who in WHO}
     _show(points, limits, total)
     if (batch, heads, dim) == PAPER_PROBLEM and dtype_of(dtype).itemsize == 2:
@@ -94,18 +95,18 @@ def memory(
     write_json(json, "memory", data)
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
     if device not in ("cpu", "cuda"):
         raise ValueError(f"--device must be cpu or cuda, got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():
         fail("PyTorch finds no GPU here; run without --device cuda for the CPU")
 
 
-def _memory_of(device: str) -> int:
+def memory_of(device: str) -> int:
     return memory_bytes() if device == "cpu" else torch.cuda.mem_get_info()[1]
 
 
-def _problem(B: int, H: int, n: int, D: int, dtype: torch.dtype, causal: bool, device: str) -> Problem:
+def problem_of(B: int, H: int, n: int, D: int, dtype: torch.dtype, causal: bool, device: str) -> Problem:
     spec = AttentionSpec((MaskTerm("causal", (None,), 0),) if causal else ())
     return Problem(spec, B, H, H, n, n, D, D, dtype, device, B * n, B * n)
 
@@ -116,7 +117,7 @@ def _model(n: int, problem: Problem) -> dict[str, Any]:
     return {"N": n, "tensors": 2 * cost.tensor_bytes(problem), "computed": computed, "measured": {}}
 
 
-def _fits(point: dict[str, Any], who: str, device: str) -> bool:
+def fits(point: dict[str, Any], who: str, device: str) -> bool:
     return point["tensors"] + point["computed"][who]["peak"] < SHARE * _available_bytes(device)
 
 
@@ -130,7 +131,7 @@ def _available_bytes(device: str) -> int:
     return memory_bytes()
 
 
-def _measure(point: dict[str, Any]) -> dict[str, int]:
+def measure(point: dict[str, Any]) -> dict[str, int]:
     if point["device"] == "cuda":
         return memory_point.measure(**point)
     command = [sys.executable, "-m", "tilewise.cli.memory_point", json_module.dumps(point)]
@@ -194,11 +195,11 @@ def _slopes(points: Sequence[dict[str, Any]]) -> dict[str, str]:
     return lines
 
 
-def draw(points: Sequence[dict[str, Any]], total: int, path: Path) -> None:
+def draw(points: Sequence[dict[str, Any]], total: int, path: Path, who_all: Sequence[str] = WHO) -> None:
     """Computed bytes as lines, measured ones as dots, both axes logarithmic."""
     with figure_file(path, 9.0, 4.2) as figure:
         for axes, what in zip(figure.subplots(1, 2), ("saved", "peak"), strict=True):
-            for who, colour in zip(WHO, ("#2a6f97", "#d1495b"), strict=True):
+            for who, colour in zip(who_all, COLOURS, strict=False):
                 axes.plot([p["N"] for p in points], [p["computed"][who][what] for p in points], color=colour, label=who)
                 dots = [(p["N"], p["measured"][who][what]) for p in points if who in p["measured"]]
                 axes.scatter(*zip(*dots, strict=True) if dots else ([], []), color=colour, s=18)

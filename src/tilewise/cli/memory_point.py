@@ -16,27 +16,26 @@ import torch
 from torch import Tensor
 
 import tilewise
+from tilewise import lab
 from tilewise.cli.output import dtype_of
+from tilewise.training.memory import SavedForBackward
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-
-def standard_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """Attention as its formula reads, S and P in memory (FlashAttention, algorithm 0)."""
-    S = (q * q.shape[-1] ** -0.5).transpose(1, 2) @ k.permute(0, 2, 3, 1)
-    if causal:
-        S.masked_fill_(torch.ones(S.shape[-2:], dtype=torch.bool, device=S.device).triu_(1), -torch.inf)
-    return (S.softmax(-1) @ v.transpose(1, 2)).transpose(1, 2)
 
 
 def measure(
     who: str, B: int, H: int, N: int, D: int, dtype: str, causal: bool, threads: int, device: str = "cpu"
 ) -> dict[str, int]:
-    """Bytes of one training step: saved for backward, the peak above inputs, outputs and gradients, and with these in all."""
+    """Bytes of one training step: saved for backward, the peak above inputs, outputs and gradients, and with these in all.
+
+    `who` is "tilewise" or a system of the lab.
+    """
     torch.set_num_threads(threads)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return standard_attention(q, k, v, causal) if who == "standard" else tilewise.attention(q, k, v, causal=causal)
+        if who == "tilewise":
+            return tilewise.attention(q, k, v, causal=causal)
+        return lab.find(who, device)(q, k, v, tilewise.Causal() if causal else None)
 
     def inputs(n: int) -> list[Tensor]:
         drawn = [torch.randn(B, n, H, D, dtype=dtype_of(dtype), device=device) for _ in range(4)]
@@ -46,18 +45,12 @@ def measure(
     torch.autograd.grad(attend(*leaves), leaves, do)
     *leaves, do = inputs(N)
     base = _reset_peak(device)
-    saved: dict[int, int] = {}
-
-    def keep(t: Tensor) -> Tensor:
-        saved[t.untyped_storage().data_ptr()] = t.numel() * t.element_size()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    with SavedForBackward() as saved:
         o = attend(*leaves)
     gradients = torch.autograd.grad(o, leaves, do)
     given, made = (sum(t.numel() * t.element_size() for t in some) for some in ((*leaves, do), (o, *gradients)))
     peak = max(_peak(device) - base - made, 0)
-    return {"saved": sum(saved.values()), "peak": peak, "in_all": given + made + peak}
+    return {"saved": saved.bytes, "peak": peak, "in_all": given + made + peak}
 
 
 def _reset_peak(device: str) -> int:

@@ -1,0 +1,8 @@
+"""stub"""
+
+
+def generations() -> None:
+    """Stub.
+
+    Example: `tilewise lab generations`
+    """

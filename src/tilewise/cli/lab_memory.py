@@ -1,0 +1,8 @@
+"""stub"""
+
+
+def memory() -> None:
+    """Stub.
+
+    Example: `tilewise lab memory`
+    """
