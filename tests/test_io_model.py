@@ -172,6 +172,13 @@ def test_standard_is_bound_by_memory_and_flash_is_not():
         assert standard.seconds == max(standard.seconds_by.values())
 
 
+def test_what_fits_l2_as_a_whole_crosses_once():
+    small, _ = at("standard", B=1, H=4, n=512)
+    assert small.memory_bytes == 4 * (4 * 512 * 64 + 2 * 512 * 512) * 2 < small.bytes
+    large, _ = at("standard")
+    assert large.memory_bytes == large.bytes
+
+
 def test_l2_hides_what_tiles_read_again_until_it_is_full():
     short, working_set = at("flash2")
     compulsory = 4 * 64 * 16 * 1024 * 64 * 2 + 64 * 16 * 1024 * 4

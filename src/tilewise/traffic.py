@@ -81,6 +81,11 @@ class Account:
         """Bytes to and from a memory behind a cache that holds whatever one kernel uses again."""
         return sum(sum(m.compulsory) * m.itemsize for m in self.moved)
 
+    @property
+    def footprint(self) -> int:
+        """Bytes of all tensors that move."""
+        return sum({m.name: m.size * m.itemsize for m in self.moved if m.loads or m.stores}.values())
+
     def by_tensor(self) -> dict[str, tuple[int, int]]:
         """(loads, stores) of each tensor that moves, all kernels together."""
         total: dict[str, tuple[int, int]] = {}

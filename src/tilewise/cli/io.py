@@ -112,9 +112,12 @@ def io(
     fixed = None if block_m is None or block_n is None else (block_m, block_n)
     if (fixed is not None and min(fixed) < 1) or (sram is not None and sram < 1):
         raise ValueError("--block-m, --block-n and --sram must be >= 1")
+    if measure:
+        io_measure.check()
     keys, tile = or_else(sk, sq), fixed or (128, 128)
     found: list[masks.Mask] = [tilewise.Causal("top_left" if top_left else None)] if causal or top_left else []
     found += masks_of(sq, keys, window, prefix, chunk, documents, blocks, tile)
+    measured_causal = measure and plain_or_causal(found)
     call, _ = call_of(
         *tensors(batch, sq, keys, heads, kv_heads, dim, value_dim, dtype),
         {"mask": masks.And(tuple(found)) if found else None, "dropout_p": dropout},
@@ -133,7 +136,7 @@ def io(
     if fits:
         data["laws"] = show_laws()
     if measure:
-        data["measured"] = io_measure.run(reports, problem, one, plain_or_causal(found))
+        data["measured"] = io_measure.run(reports, problem, one, measured_causal)
     if plot is not None:
         io_plots.draw(reports, asked, plot)
     write_json(json, "io", data)

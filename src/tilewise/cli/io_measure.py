@@ -20,6 +20,16 @@ NOTE = (
 )
 
 
+def check() -> None:
+    """Leave with an error where nothing can be measured."""
+    if not torch.cuda.is_available():
+        fail("--measure needs a GPU that PyTorch finds; there is none here")
+    try:
+        counters.find_ncu()
+    except counters.CounterError as error:
+        fail(str(error), FAILED)
+
+
 def device_facts() -> dict[str, Any]:
     """What the GPU here says of itself, in the words of `gpus`."""
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -28,12 +38,6 @@ def device_facts() -> dict[str, Any]:
 
 def run(reports: dict[str, Report], problem: Problem, gpu: Gpu, causal: bool) -> list[dict[str, Any]]:
     """Measure both passes of every system, print them beside the prediction, return them as data."""
-    if not torch.cuda.is_available():
-        fail("--measure needs a GPU that PyTorch finds; there is none here")
-    try:
-        counters.find_ncu()
-    except counters.CounterError as error:
-        fail(str(error), FAILED)
     if problem.Sq != problem.Sk or problem.D != problem.Dv:
         raise ValueError("--measure takes self-attention: as many keys as queries, one head dim")
     heads = str(problem.H) if problem.G == 1 else f"{problem.H}/{problem.Hkv}"

@@ -2,7 +2,8 @@
 
 Everything is taken to overlap perfectly, at peak rates: a time no implementation can beat, not a forecast. Which bytes reach
 memory depends on the L2 cache: the model counts what crosses into the chip's tiles; what one kernel loads again comes from L2
-where the tensors it reads again, of all heads at work at one time, fit there. Then memory sees compulsory bytes only.
+where the tensors it reads again, of all heads at work at one time, fit there. Then memory sees compulsory bytes only. Where
+all tensors of a pass fit, each crosses once, also from one kernel to the next: S and P of small problems.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ def predict(found: PassReport, problem: Problem, gpu: Gpu) -> Prediction:
     """The least time of one pass on a GPU."""
     account, again = found.account, read_again(found, problem, gpu)
     memory_bytes = account.compulsory_bytes if again <= gpu.l2 else account.bytes
+    if (whole := account.footprint) <= gpu.l2:
+        memory_bytes = min(memory_bytes, whole)
     seconds = {
         "memory": memory_bytes / gpu.bandwidth,
         "matrix units": account.matmul / gpu.peak(problem.dtype),
