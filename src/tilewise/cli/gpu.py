@@ -127,10 +127,21 @@ def _check(shape: Shape, peers: Sequence[str], q: Tensor, k: Tensor, v: Tensor, 
 
     By the rule of `tilewise.testing`: at most twice the error of dense attention in the dtype itself.
     """
-    eager, mine = _eager(shape), ours(shape)
-    found = {OURS: _with_gradients(lambda *x: mine(*(t.transpose(1, 2) for t in x)).transpose(1, 2), q, k, v, do)}
-    if PORTABLE in peers:
-        found[PORTABLE] = _with_gradients(_portable(shape), q, k, v, do)
+    attends = {OURS: swapped(ours(shape))} | ({PORTABLE: _portable(shape)} if PORTABLE in peers else {})
+    return complaint(shape, attends, q, k, v, do)
+
+
+def swapped(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Attention on tensors (B, S, H, D) as one on (B, H, S, D)."""
+    return lambda *x: attention(*(t.transpose(1, 2) for t in x)).transpose(1, 2)
+
+
+def complaint(
+    shape: Shape, attends: dict[str, Callable[..., Tensor]], q: Tensor, k: Tensor, v: Tensor, do: Tensor
+) -> str:
+    """The same of functions of (B, H, S, D), by name."""
+    eager = _eager(shape)
+    found = {who: _with_gradients(attend, q, k, v, do) for who, attend in attends.items()}
     exact = _with_gradients(eager, *(t.double() for t in (q, k, v, do)))
     dense = _with_gradients(eager, q, k, v, do)
     for who, tensors in found.items():

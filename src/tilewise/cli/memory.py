@@ -117,8 +117,14 @@ def _model(n: int, problem: Problem) -> dict[str, Any]:
     return {"N": n, "tensors": 2 * cost.tensor_bytes(problem), "computed": computed, "measured": {}}
 
 
+def needed(point: dict[str, Any], who: str) -> int:
+    """Bytes of a training step in all."""
+    return point["tensors"] + point["computed"][who]["peak"]
+
+
 def fits(point: dict[str, Any], who: str, device: str) -> bool:
-    return point["tensors"] + point["computed"][who]["peak"] < SHARE * _available_bytes(device)
+    """Whether it can be measured here."""
+    return needed(point, who) < SHARE * _available_bytes(device)
 
 
 def _available_bytes(device: str) -> int:
@@ -196,14 +202,16 @@ def _slopes(points: Sequence[dict[str, Any]]) -> dict[str, str]:
 
 
 def draw(points: Sequence[dict[str, Any]], total: int, path: Path, who_all: Sequence[str] = WHO) -> None:
-    """Computed bytes as lines, measured ones as dots, both axes logarithmic."""
+    """Computed bytes as lines, measured ones as dots, crosses where memory does not suffice; both axes logarithmic."""
     with figure_file(path, 9.0, 4.2) as figure:
         for axes, what in zip(figure.subplots(1, 2), ("saved", "peak"), strict=True):
             for who, colour in zip(who_all, COLOURS, strict=False):
                 axes.plot([p["N"] for p in points], [p["computed"][who][what] for p in points], color=colour, label=who)
                 dots = [(p["N"], p["measured"][who][what]) for p in points if who in p["measured"]]
                 axes.scatter(*zip(*dots, strict=True) if dots else ([], []), color=colour, s=18)
+                beyond = [(p["N"], p["computed"][who][what]) for p in points if needed(p, who) > total]
+                axes.scatter(*zip(*beyond, strict=True) if beyond else ([], []), color=colour, s=30, marker="x")
             axes.axhline(total, color="grey", linestyle=":", label="memory of this machine")
             axes.set(xscale="log", yscale="log", xlabel="sequence length N", ylabel="bytes")
             axes.set_title({"saved": "saved for backward", "peak": "peak beyond outputs and gradients"}[what])
-            axes.legend(loc="lower right")
+            axes.legend(loc="upper left", fontsize=8)

