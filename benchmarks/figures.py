@@ -72,6 +72,39 @@ def _megabytes(point: dict[str, Any], who: str, what: str) -> str:
     return text if measured else f"*{text}*"
 
 
+def lab(name: str = "lab-compare-cpu-zen3", sparse: str = "lab-sparsity-cpu-zen3") -> str:
+    """The tables of docs/lab.md."""
+    data, p = stored(name), stored(name)["problem"]
+    where = f"{circumstances(data)}; `tilewise lab compare`, `benchmarks/results/{name}.json`"
+    lines = [
+        f"N = {p['N']:,}, D = {p['D']}, one head, {p['dtype']}, CPU time of one thread, medians of {data['rounds']} "
+        f"({where}):",
+        "",
+        "| system | kept | peak beyond inputs, outputs, gradients | forward | backward | largest error of o |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in data["results"]:
+        times = (f"{r[which]['seconds'] * 1e3:.0f} ms" for which in ("forward", "backward"))
+        cells = f"{r['saved_bytes'] / 1e6:.2f} MB | {r['peak_bytes'] / 1e6:.1f} MB | {' | '.join(times)}"
+        lines.append(f"| `{r['system']}` | {cells} | {r['errors']['o']:.1e} |")
+    lines += ["", " ".join(data["claims"].values()), "", "`recompute-tiles` by tile:", ""]
+    sides = data["sweep"]
+    lines += ["| | " + " | ".join(f"{s['tile']}²" for s in sides) + " |", "|---" * (len(sides) + 1) + "|"]
+    lines += [
+        f"| {which} | " + " | ".join(f"{s[which]['seconds'] * 1e3:.0f} ms" for s in sides) + " |"
+        for which in ("forward", "backward")
+    ]
+    data, p = stored(sparse), stored(sparse)["problem"]
+    fits = ", ".join(f"{what} {line['r2']:.4f}" for what, line in data["fits"].items())
+    lines += [
+        "",
+        f"Block-sparse, N = {p['N']:,}, D = {p['D']}, tiles of {p['block']}, {len(data['points'])} patterns from "
+        f"{min(x['density'] for x in data['points']):.0%} to all tiles: r² of a straight line through time (and counted "
+        f"bytes) against the share of tiles kept: {fits} (`tilewise lab sparsity`, `benchmarks/results/{sparse}.json`).",
+    ]
+    return "\n".join(lines)
+
+
 def markdown() -> str:
     """All figures of the README."""
     return "\n\n".join([speed("bench-cpu-zen3"), speed("bench-cpu-emerald-rapids"), memory()])
@@ -79,3 +112,5 @@ def markdown() -> str:
 
 if __name__ == "__main__":
     print(markdown())
+    print("\n---- docs/lab.md ----\n")
+    print(lab())

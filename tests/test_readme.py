@@ -62,14 +62,18 @@ def test_links_and_named_files_exist(page):
         assert (ROOT / name).exists(), name
 
 
-def test_figures_are_what_the_stored_results_say():
+@pytest.mark.parametrize(
+    ("page", "mark", "function"), [("README.md", "figures", "markdown"), ("docs/lab.md", "lab", "lab")]
+)
+def test_figures_are_what_the_stored_results_say(page, mark, function):
     spec = importlib.util.spec_from_file_location("figures", ROOT / "benchmarks" / "figures.py")
     assert spec and spec.loader
     figures = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(figures)
-    begin, end = "<!-- figures:begin -->\n", "<!-- figures:end -->"
-    written = README[README.index(begin) + len(begin) : README.index(end)]
-    assert written.strip() == figures.markdown().strip(), "run `python benchmarks/figures.py` and paste its output"
+    text, begin, end = (ROOT / page).read_text(), f"<!-- {mark}:begin -->\n", f"<!-- {mark}:end -->"
+    written = text[text.index(begin) + len(begin) : text.index(end)]
+    stored = getattr(figures, function)()
+    assert written.strip() == stored.strip(), "run `python benchmarks/figures.py` and paste its output"
 
 
 def test_stored_results_name_their_circumstances():

@@ -168,22 +168,12 @@ def _result(
 
 
 def _show(systems, verdicts, saved, peaks, times, problem) -> None:
-    columns = [
-        "system",
-        "what it does",
-        "exact",
-        "error of o",
-        "of dq, dk, dv",
-        "kept",
-        "peak",
-        "forward ms",
-        "backward ms",
-    ]
+    columns = ["system", "exact", "error of o", "of dq, dk, dv", "kept", "peak", *(f"{which} ms" for which in PASSES)]
     rows = []
     for s in systems:
         verdict = verdicts[s.name]
         errors = verdict.errors
-        cells = [s.name, s.title, "NO" if verdict.complaints else "yes", f"{errors['o']:.1e}"]
+        cells = [s.name, "NO" if verdict.complaints else "yes", f"{errors['o']:.1e}"]
         cells.append(f"{max(errors['dq'], errors['dk'], errors['dv']):.1e}")
         if s.name in times:
             cells += [f"{saved[s.name] / 1e6:,.2f} MB", human(peaks[s.name], "B")]
@@ -191,7 +181,7 @@ def _show(systems, verdicts, saved, peaks, times, problem) -> None:
         rows.append(cells)
     shape = f"B{problem['B']} H{problem['H']} N{problem['N']:,} D{problem['D']} {problem['dtype']}"
     title = f"{shape} {'causal' if problem['causal'] else 'full'}; {clock(problem['device'])}"
-    console.print(table(title, columns, rows, left=2))
+    console.print(table(title, columns, rows))
 
 
 def _show_sweep(sweep: dict[int, dict[str, Samples]], dtype: torch.dtype) -> None:

@@ -45,7 +45,7 @@ def _portable(device: str) -> tuple[System, ...]:
         CheckpointedAttention("checkpointed", "standard, run twice", "Chen et al. 2016", TILED, device),
         recompute("recompute", "m and l kept, P again", INTERVALS),
         recompute("recompute-rows", "the same, 512 rows at a time", INTERVALS, 512),
-        recompute("recompute-tiles", "the same, tiles of 256 x 512", TILED, 256, 512),
+        recompute("recompute-tiles", "the same, tiles of 512 x 512", TILED, 512, 512),
     )
 
 
