@@ -22,8 +22,9 @@ def test_python_blocks_run():
         exec(block, {"__name__": "readme"})
 
 
-def test_masks_on_their_page_run():
-    page = (ROOT / "docs" / "masks.md").read_text()
+@pytest.mark.parametrize("name", ["masks.md", "lab.md"])
+def test_blocks_of_a_page_run(name):
+    page = (ROOT / "docs" / name).read_text()
     q = k = v = torch.randn(2, 40, 2, 8)
     given = {"q": q, "k": k, "v": v, "ids": torch.arange(80).reshape(2, 40) // 7, "padding": q[..., 0, 0] > 0}
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):

@@ -28,7 +28,7 @@ from torch import Tensor
 from tilewise.cost import Memory
 from tilewise.lab.recompute import Gradients, at_least_one_key, finite, new_statistics, row_delta, tiled_memory
 from tilewise.lab.system import Explicit, parts
-from tilewise.lab.tiling import Tiling
+from tilewise.lab.tiling import Tiling, tiling
 from tilewise.masks import Blocks, Mask
 from tilewise.problem import Problem
 from tilewise.tiles import cdiv
@@ -46,7 +46,7 @@ class Flash1(Explicit):
 
     def tiling(self, q: Tensor, k: Tensor, mask: Mask | None) -> Tiling:
         block_m, block_n = tile_sizes(self.fast_bytes // q.element_size(), q.shape[-1])
-        return Tiling(parts(mask), q.shape[-2], k.shape[-2], block_m, block_n, q.device)
+        return tiling(parts(mask), q.shape[-2], k.shape[-2], block_m, block_n, q.device)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         tiles, scale = self.tiling(q, k, mask), q.shape[-1] ** -0.5
@@ -105,7 +105,7 @@ class Flash1Kernels(Flash1):
         """Tiles by the paper's rule, but of at most so many keys: what registers hold has no place in its formula."""
         d = max(q.shape[-1], SMALLEST)
         Bc = min(power_of_two(max(tile_sizes(self.fast_bytes // q.element_size(), d)[1], SMALLEST)), most)
-        return Tiling(parts(mask), q.shape[-2], k.shape[-2], min(Bc, power_of_two(d), ROWS), Bc, q.device)
+        return tiling(parts(mask), q.shape[-2], k.shape[-2], min(Bc, power_of_two(d), ROWS), Bc, q.device)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         o, m, l = _kernels().forward(q, k, v, self.kernel_tiling(q, k, mask, KEYS_FORWARD))

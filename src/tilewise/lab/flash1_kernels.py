@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tilewise.lab.recompute import new_statistics
-from tilewise.lab.tiling import FULL, Tiling
+from tilewise.lab.tiling import Tiling
 
 LOG2E = math.log2(math.e)
 
@@ -172,11 +172,11 @@ def _launch(
     first, visits = tiles.visits
     options = {
         "D": D, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n, "BLOCK_D": max(16, triton.next_power_of_2(D)),
-        "MASKED": any(kind != FULL for line in tiles.grid for kind in line) or k.shape[2] % tiles.block_n != 0,
+        "MASKED": tiles.masked or k.shape[2] % tiles.block_n != 0,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32", "num_warps": 4 if tiles.block_m < 64 else 8,
     }  # fmt: skip
     with torch.cuda.device_of(q):
         kernel[(B * H,)](
-            *tensors, *strides, tiles.lo.int(), tiles.hi.int(), first, visits, H, Sq, k.shape[2], len(tiles.keys), *factors,
+            *tensors, *strides, tiles.lo, tiles.hi, first, visits, H, Sq, k.shape[2], len(tiles.keys), *factors,
             **options,
         )  # fmt: skip

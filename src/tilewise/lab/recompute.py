@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tilewise.cost import Memory, accumulator_bytes, tensor_bytes
 from tilewise.lab.system import Explicit, parts
-from tilewise.lab.tiling import Tiling
+from tilewise.lab.tiling import Tiling, tiling
 from tilewise.masks import Mask
 from tilewise.problem import Problem
 
@@ -45,7 +45,7 @@ class RecomputeAttention(Explicit):
 
     def tiling(self, q: Tensor, k: Tensor, mask: Mask | None) -> Tiling:
         Sq, Sk = q.shape[-2], k.shape[-2]
-        return Tiling(parts(mask), Sq, Sk, self.block_m or max(Sq, 1), self.block_n or max(Sk, 1), q.device)
+        return tiling(parts(mask), Sq, Sk, self.block_m or max(Sq, 1), self.block_n or max(Sk, 1), q.device)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> tuple[Tensor, tuple[Tensor, ...]]:
         tiles, scale = self.tiling(q, k, mask), q.shape[-1] ** -0.5

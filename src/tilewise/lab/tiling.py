@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -39,24 +39,25 @@ class Tiling:
     def __init__(
         self, masks: Sequence[Mask], Sq: int, Sk: int, block_m: int, block_n: int, device: torch.device | str = "cpu"
     ):
-        pattern = None
+        # Decided on the CPU: asking a GPU for each of thousands of tiles would take longer than its work on them.
+        masks, pattern = [mask.rebuild(mask.params, [t.cpu() for t in mask.tensors]) for mask in masks], None
         for mask in masks:
             if isinstance(mask, Blocks):
                 block_m, block_n, pattern = mask.block_m, mask.block_n, mask.keep()[0, 0].tolist()
         self.block_m, self.block_n = block_m, block_n
         self.rows = [slice(a, min(a + block_m, Sq)) for a in range(0, Sq, block_m)]
         self.keys = [slice(a, min(a + block_n, Sk)) for a in range(0, Sk, block_n)]
-        self.lo, self.hi = _bounds(masks, Sq, Sk, device)
-        self.grid = [self._kinds(rows) for rows in self.rows]
+        lo, hi = _bounds(masks, Sq, Sk, "cpu")
+        self.lo, self.hi = lo.to(device, torch.int32), hi.to(device, torch.int32)
+        self.grid = [self._kinds(lo[rows], hi[rows]) for rows in self.rows]
         if pattern is not None:
             self.grid = [
                 [kind if kept else SKIPPED for kind, kept in zip(*line, strict=True)]
                 for line in zip(self.grid, pattern, strict=True)
             ]
 
-    def _kinds(self, rows: slice) -> list[int]:
+    def _kinds(self, lo: Tensor, hi: Tensor) -> list[int]:
         """What a block of rows does with each tile of keys."""
-        lo, hi = self.lo[rows], self.hi[rows]
         sees = lo < hi
         if not bool(sees.any()):
             return [SKIPPED] * len(self.keys)
@@ -84,12 +85,25 @@ class Tiling:
         return s.masked_fill_(~keep_interval(n, self.lo[rows, None], self.hi[rows, None]), -torch.inf)
 
     @cached_property
+    def masked(self) -> bool:
+        """Whether anything is hidden in a tile that is met."""
+        return any(kind == MASKED for line in self.grid for kind in line)
+
+    @cached_property
     def visits(self) -> tuple[Tensor, Tensor]:
         """For kernels: int32 (key tiles + 1,) and (visits,): tile j meets row tiles ``i[first[j] : first[j + 1]]``."""
         by_keys = [self.rows_of(j) for j in range(len(self.keys))]
         first = torch.tensor([0, *(len(rows) for rows in by_keys)]).cumsum(0)
         i = torch.tensor([i for rows in by_keys for i in rows])
         return first.to(self.lo.device, torch.int32), i.to(self.lo.device, torch.int32)
+
+
+@lru_cache(maxsize=64)
+def tiling(
+    masks: tuple[Mask, ...], Sq: int, Sk: int, block_m: int, block_n: int, device: torch.device | str = "cpu"
+) -> Tiling:
+    """The `Tiling` of these arguments, made once for all layers and steps: masks are values, not to be changed."""
+    return Tiling(masks, Sq, Sk, block_m, block_n, device)
 
 
 def visible(masks: Sequence[Mask], Sq: int, Sk: int, device: torch.device | str) -> Tensor:
