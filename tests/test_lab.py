@@ -12,7 +12,7 @@ from tilewise.lab.tiling import Tiling, visible
 from tilewise.testing import Case, judge, make_inputs
 from tilewise.training.memory import SavedForBackward
 
-FP32, FP64 = torch.float32, torch.float64
+FP32, FP64, BF16 = torch.float32, torch.float64, torch.bfloat16
 #: Small tiles, so that small problems have many; everything else as it is.
 SMALL = {
     "recompute-rows": {"block_m": 24},
@@ -42,7 +42,7 @@ def small(name: str) -> lab.System:
     return dataclasses.replace(lab.find(name), **SMALL.get(name, {}))
 
 
-@pytest.mark.parametrize("dtype", [FP32, FP64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("dtype", [FP32, FP64, BF16], ids=["fp32", "fp64", "bf16"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_systems_are_exact(case, dtype):
     """All systems of one case together, so that the reference is computed once; some may refuse, not all."""
@@ -136,4 +136,9 @@ def test_refusals():
         lab.find("standard")(q, q, q, blocks & blocks)
     with pytest.raises(ValueError, match="systems on cpu are standard"):
         lab.find("flash3")
+    flash1, wide = lab.find("flash1", "cuda"), torch.empty(1, 256, 1, 128, dtype=torch.float64)
+    reasons = "; ".join(flash1.why_not(wide, wide, wide, tilewise.Blocks.butterfly(256, 256, 128, 24)))
+    assert all(
+        words in reasons for words in ("on cuda, not on cpu", "powers of two", "up to 64 rows", "not torch.float64")
+    )
     assert lab.find("flash3", "cuda").why_not(q, q, q) == ["runs on cuda, not on cpu"]

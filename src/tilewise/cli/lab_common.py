@@ -41,9 +41,9 @@ def dtype_for(dtype: str | None, device: str) -> torch.dtype:
 
 
 def draw(B: int, N: int, H: int, D: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """q, k, v and do, (B, N, H, D): the same on every machine."""
-    g = torch.Generator().manual_seed(0)
-    return [torch.randn(B, N, H, D, generator=g).to(device, dtype) for _ in range(4)]
+    """q, k, v and do, (B, N, H, D): the same on every machine with this device."""
+    g = torch.Generator(device).manual_seed(0)
+    return [torch.randn(B, N, H, D, generator=g, device=device).to(dtype) for _ in range(4)]
 
 
 def time_passes(

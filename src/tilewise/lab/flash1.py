@@ -97,6 +97,8 @@ class Flash1Kernels(Flash1):
         sizes = [size for part in parts(mask) if isinstance(part, Blocks) for size in (part.block_m, part.block_n)]
         if any(size < SMALLEST or size != power_of_two(size) for size in sizes):
             found.append(f"takes Blocks of powers of two from {SMALLEST}, got {sizes}")
+        if max(sizes, default=0) * q.shape[-1] > LARGEST:
+            found.append(f"takes Blocks of up to {LARGEST // q.shape[-1]} rows and keys at this head dim, got {sizes}")
         if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             found.append(f"takes float32, bfloat16 and float16, not {q.dtype}")
         return found
@@ -122,6 +124,7 @@ class Flash1Kernels(Flash1):
 
 
 SMALLEST = 16  # side of a tile that matrix units multiply
+LARGEST = 128 * 64  # numbers of a tile of K: with twice as many, shared memory does not hold the backward pass
 #: Largest tiles whose S and O_i, or S, dP, dK_j and dV_j, the compiler keeps in the registers of a Hopper GPU.
 ROWS, KEYS_FORWARD, KEYS_BACKWARD = 64, 256, 64
 
