@@ -7,6 +7,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -113,7 +114,17 @@ def _load_gluon_backward() -> Backend:
 #: With TRITON_INTERPRET=1 Triton kernels run on CPU tensors, slowly: for debugging and tests.
 _TRITON_DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 
-_GLUON_FEATURES = frozenset(FEATURES) - {"document", "blocks", "dense", "bias", "dropout"}
+_GLUON = Capabilities(
+    name="gluon",
+    title="Hopper GPU (Gluon; backward: Triton)",
+    device="cuda",
+    dtypes=(torch.bfloat16, torch.float16),
+    max_head_dim=256,
+    features=frozenset(FEATURES) - {"document", "blocks", "dense", "bias", "dropout"},
+    requires=_gluon_requires,
+    load=_load_gluon,
+    extra=_gluon_lacks,
+)
 
 #: In order of preference.
 BACKENDS: tuple[Capabilities, ...] = (
@@ -127,17 +138,7 @@ BACKENDS: tuple[Capabilities, ...] = (
         requires=_cpu_requires,
         load=_load_cpu,
     ),
-    Capabilities(
-        name="gluon",
-        title="Hopper GPU (Gluon; backward: Triton)",
-        device="cuda",
-        dtypes=(torch.bfloat16, torch.float16),
-        max_head_dim=256,
-        features=_GLUON_FEATURES,
-        requires=_gluon_requires,
-        load=_load_gluon,
-        extra=_gluon_lacks,
-    ),
+    _GLUON,
     Capabilities(
         name="triton",
         title="GPU (Triton, portable)",
@@ -150,16 +151,11 @@ BACKENDS: tuple[Capabilities, ...] = (
         extra=_triton_lacks,
     ),
     # Last, so that only `backend=` asks for it: its gradients are not proven where inputs hold NaN.
-    Capabilities(
+    replace(
+        _GLUON,
         name="gluon_backward",
         title="Hopper GPU (Gluon, both passes; on trial)",
-        device="cuda",
-        dtypes=(torch.bfloat16, torch.float16),
-        max_head_dim=256,
-        features=_GLUON_FEATURES,
-        requires=_gluon_requires,
         load=_load_gluon_backward,
-        extra=_gluon_lacks,
     ),
 )
 

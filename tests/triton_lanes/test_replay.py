@@ -117,3 +117,15 @@ def test_a_tensor_of_unknown_origin_is_never_replayed(kernel):
 
     replays.call(replay.call_key(BOUND, x), (x,), make)
     assert list(replays._known.values()) == [None]
+
+
+def test_a_tensor_in_a_struct_within_a_struct_is_never_replayed(kernel):
+    """It would be taken for a constant, and the next call would read the tensor of this one."""
+    replays, x = replay.Replays(), torch.randn(4)
+
+    def make():
+        launch.Launcher().start(kernel, "key", 1, (x, (3, Pair(x, 7))), {})
+        return [x]
+
+    replays.call(replay.call_key(BOUND, x), (x,), make)
+    assert list(replays._known.values()) == [None]

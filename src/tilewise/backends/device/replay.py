@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tilewise.backends.base import Grads, Needs
 from tilewise.spec import BoundSpec
 
-from .launch import run, started
+from .launch import on_device, run, started
+from .lower import Lowered, lower
 from .precision import tf32_allowed
 
 MOST = 1024  # calls that are remembered
@@ -69,6 +71,40 @@ class Replays:
         return outputs
 
 
+def replayed_forward(
+    replays: Replays, ready: Callable[[Tensor], Tensor], launch: Callable[[Tensor, Tensor, Tensor, Lowered], Any],
+    q: Tensor, k: Tensor, v: Tensor, bound: BoundSpec, max_q: int, max_k: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`Backend.forward` by `launch`, which takes tensors as `ready` makes them and the lowered call."""
+
+    def make() -> Iterable[Tensor]:
+        x, y, z = map(ready, (q, k, v))
+        return launch(x, y, z, lower(x, y, bound, max_q, max_k))
+
+    with on_device(q):
+        o, lse, max_logit = replays.call(call_key(bound, q, k, v), (q, k, v), make)
+    return o, lse, max_logit  # pyright: ignore[reportReturnType]  all three are there
+
+
+def replayed_backward(
+    replays: Replays, ready: Callable[[Tensor], Tensor], launch: Callable[..., Grads], do: Tensor | None,
+    dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, bound: BoundSpec, max_q: int, max_k: int,
+    needs: Needs,
+) -> Grads:  # fmt: skip
+    """`Backend.backward` by `launch`, likewise."""
+
+    def make() -> Grads:
+        x, y, z = map(ready, (q, k, v))
+        upstream = None if do is None else ready(do)
+        return launch(upstream, dlse, x, y, z, o, lse, lower(x, y, bound, max_q, max_k), needs)
+
+    inputs = tuple(x for x in (q, k, v, o, lse, do, dlse) if x is not None)
+    key = call_key(bound, *inputs)
+    with on_device(q):
+        grads = replays.call(key and (key, needs, do is None), inputs, make)
+    return Grads(*grads).shaped_like(bound)
+
+
 class _Watch(TorchDispatchMode):
     """Sees every PyTorch operation: the tensors made by allocating, and whether there was any other operation."""
 
@@ -84,10 +120,8 @@ class _Watch(TorchDispatchMode):
             self.made.append((out, None))
         elif name in ("full", "new_full"):
             self.made.append((out, args[-1]))
-        elif (
-            name == "detach" and self.made and args[0] is self.made[-1][0]
-        ):  # of the tensor just made: autograd does so
-            self.made[-1] = (out, self.made[-1][1])
+        elif name == "detach" and self.made and args[0] is self.made[-1][0]:
+            self.made[-1] = (out, self.made[-1][1])  # autograd returns what is made anew through one
         else:
             self.only_allocates = False
         return out
@@ -145,6 +179,8 @@ def _start(compiled: Any, grid: int, args: tuple, numbers: dict[int, int]) -> _S
     for place, arg in enumerate(args):
         fields = arg if isinstance(arg, tuple) else (getattr(arg, "base", arg),)
         tensors = [field for field in fields if isinstance(field, Tensor)]
+        if any(isinstance(field, (tuple, list)) for field in fields):  # a tensor in there would be kept, not replaced
+            return None
         if not tensors:
             continue
         if len(tensors) > 1 or fields[0] is not tensors[0] or id(tensors[0]) not in numbers:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from tilewise.backends.base import Grads, Needs
-from tilewise.backends.device.launch import on_device
-from tilewise.backends.device.lower import lower
-from tilewise.backends.device.replay import Replays, call_key
+from tilewise.backends.device.lower import Lowered
+from tilewise.backends.device.replay import Replays, replayed_backward, replayed_forward
 from tilewise.backends.triton.backward import backward
 from tilewise.backends.triton.configs import decodes
 from tilewise.backends.triton.decode import decode
@@ -27,6 +26,10 @@ def as_rows(x: Tensor) -> Tensor:
     return x.contiguous() if near else x.transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
+def _forward(q: Tensor, k: Tensor, v: Tensor, call: Lowered) -> tuple[Tensor, Tensor, Tensor]:
+    return (decode if decodes(call, q.shape[-2] // k.shape[-2]) else forward)(q, k, v, call)
+
+
 class TritonBackend:
     """Forward and backward on any GPU that Triton reaches; every sum has one owner, so results repeat bit by bit."""
 
@@ -36,14 +39,7 @@ class TritonBackend:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, bound: BoundSpec, max_q: int, max_k: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        def make() -> tuple[Tensor, Tensor, Tensor]:
-            x, y, z = map(as_rows, (q, k, v))
-            call = lower(x, y, bound, max_q, max_k)
-            return (decode if decodes(call, x.shape[-2] // y.shape[-2]) else forward)(x, y, z, call)
-
-        with on_device(q):
-            o, lse, max_logit = self._forwards.call(call_key(bound, q, k, v), (q, k, v), make)
-        return o, lse, max_logit  # pyright: ignore[reportReturnType]  all three are there
+        return replayed_forward(self._forwards, as_rows, _forward, q, k, v, bound, max_q, max_k)
 
     def backward(
         self,
@@ -59,13 +55,6 @@ class TritonBackend:
         max_k: int,
         needs: Needs,
     ) -> Grads:
-        def make() -> Grads:
-            x, y, z = map(as_rows, (q, k, v))
-            upstream = None if do is None else as_rows(do)
-            return backward(upstream, dlse, x, y, z, o, lse, lower(x, y, bound, max_q, max_k), needs)
-
-        inputs = tuple(x for x in (q, k, v, o, lse, do, dlse) if x is not None)
-        key = call_key(bound, *inputs)
-        with on_device(q):
-            grads = self._backwards.call(key and (key, needs, do is None), inputs, make)
-        return Grads(*grads).shaped_like(bound)
+        return replayed_backward(
+            self._backwards, as_rows, backward, do, dlse, q, k, v, o, lse, bound, max_q, max_k, needs
+        )
