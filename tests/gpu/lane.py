@@ -21,7 +21,11 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="PyTorch f
 
 def on_gpu(case: Case, backend: str, dtype: torch.dtype = HALF, seed: int = 0) -> Inputs:
     """The tensors of a case on the GPU; the test is skipped where the backend does not take the call."""
-    inputs = make_inputs(case, dtype, seed).on(DEVICE)
+    return able(make_inputs(case, dtype, seed).on(DEVICE), backend)
+
+
+def able(inputs: Inputs, backend: str) -> Inputs:
+    """The inputs; the test is skipped where the backend does not take the call."""
     if reasons := why_not(inputs, backend):
         pytest.skip(f"{backend}: " + "; ".join(reasons))
     return inputs

@@ -6,7 +6,7 @@ B46 and B64 (rotary embeddings), B58 to B60 and B67 (caches and pages).
 
 import pytest
 import torch
-from lane import CAUSAL, DEVICE, HALF, call_of, needs_cuda, on_gpu, same
+from lane import CAUSAL, DEVICE, HALF, able, call_of, needs_cuda, on_gpu, same
 
 from tilewise import attention
 from tilewise.testing import Case, Inputs, assert_matches_reference, run
@@ -69,7 +69,7 @@ def test_B18_huge_additive_masks(dtype, backend):
         bias[row, 3:] = value
     bias[5] = -torch.inf
     inputs = on_gpu(Case(Sq=7, Sk=9), backend, dtype)
-    results = run(Inputs(inputs.q, inputs.k, inputs.v, {"bias": bias.to(DEVICE)}), backend)
+    results = run(able(Inputs(inputs.q, inputs.k, inputs.v, {"bias": bias.to(DEVICE)}), backend), backend)
     assert (results["o"][:, 5] == 0).all() and (results["lse"][..., 5] == -torch.inf).all()
     expected = attention(inputs.q[:, :4], inputs.k[:, :3], inputs.v[:, :3], backend=backend)
     torch.testing.assert_close(results["o"][:, :4], expected)
@@ -121,6 +121,7 @@ def test_B49_empty_on_one_side_only(D, backend):
 def test_B50_no_keys(causal, backend):
     q = torch.randn(2, 5, 2, 16, device=DEVICE, requires_grad=True)
     k = torch.randn(2, 0, 2, 16, device=DEVICE, requires_grad=True)
+    able(Inputs(q, k, k, {"causal": causal}), backend)
     o, lse = attention(q, k, k, causal=causal, return_lse=True, backend=backend)
     assert (o == 0).all() and (lse == -torch.inf).all()
     dq, dk = torch.autograd.grad(o.sum(), (q, k))

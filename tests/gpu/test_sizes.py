@@ -6,12 +6,12 @@ Some fill a large GPU's memory: run this file in one process (report.py sees to 
 import pytest
 import torch
 import torch.nn.functional as F
-from lane import CAUSAL, DEVICE, needs_cuda, on_gpu, same
+from lane import CAUSAL, DEVICE, able, needs_cuda, on_gpu, same
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewise import attention, attention_varlen
-from tilewise.testing import Case, assert_matches_reference
+from tilewise.testing import Case, Inputs, assert_matches_reference
 
 MANY = 70_000
 BEYOND = 2**31
@@ -132,6 +132,7 @@ def test_score_sized_tensors_of_more_than_32_bits(kind, backend):
     else:
         full = torch.rand(S, S, device=DEVICE, dtype=torch.bfloat16) < 0.5
         options = {"mask": full}
+    able(Inputs(q, k, v, options), backend)
     o = attention(q, k, v, **options, backend=backend)
     grads = torch.autograd.grad(o, [q, full] if kind == "bias" else [q], do)
     x, y, z, g = (t.detach().double()[0, :, 0] for t in (q, k, v, do))

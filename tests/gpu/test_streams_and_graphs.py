@@ -5,10 +5,10 @@ import contextlib
 import pytest
 import torch
 from calls import as_function, assert_equal, loss_of
-from lane import CAUSAL, call_of, needs_cuda, on_gpu, refill, same
+from lane import CAUSAL, able, call_of, needs_cuda, on_gpu, refill, same
 
 from tilewise import Blocks, Causal, Chunk, attention
-from tilewise.testing import Case, Inputs, assert_matches_reference, why_not
+from tilewise.testing import Case, Inputs, assert_matches_reference
 
 pytestmark = needs_cuda
 
@@ -146,9 +146,7 @@ def test_what_a_capture_prepares_is_not_kept_for_other_calls(name, backend):
         mask = {"blocks": Blocks.butterfly(S, S, 64, 64), "two_chunks": Chunk(96) & Chunk(64)}[name] & Causal()
         return Inputs(*torch.randn(3, 1, S, 2, 64).bfloat16(), {"mask": mask}).on("cuda")
 
-    inputs = call(362)
-    if reasons := why_not(inputs, backend):
-        pytest.skip(f"{backend}: " + "; ".join(reasons))
+    inputs = able(call(362), backend)
     call_of(call(330), backend)[0]()  # the same kernels, other sizes
     function, _ = call_of(inputs, backend)
     _captured(function, warm=False)
