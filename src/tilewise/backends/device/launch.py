@@ -11,6 +11,8 @@ import triton  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from triton.runtime import _allocation  # pyright: ignore[reportMissingImports]
 
+from .assembler import sound_assembler
+
 
 class Launcher:
     """Starts one kernel and remembers what Triton compiled for each key.
@@ -35,7 +37,8 @@ class Launcher:
         compiled = self._compiled.get(key)
         if compiled is None:
             _provide_scratch()
-            compiled = kernel[(grid,)](*args, **options)
+            with sound_assembler():
+                compiled = kernel[(grid,)](*args, **options)
             if compiled is not None:  # the interpreter compiles nothing
                 self._compiled[key] = compiled
         else:
