@@ -12,7 +12,7 @@ from tilewise import dispatch
 from tilewise.checks import as_int, describe
 from tilewise.masks import ALIGNMENTS, Causal, Mask, Window, as_mask, window_side
 from tilewise.problem import LARGEST, Problem, Signature, check_cu_seqlens, check_number, make_problem
-from tilewise.spec import TENSORS, AttentionSpec, MaskTerm
+from tilewise.spec import AttentionSpec, MaskTerm
 
 LAYOUTS = ("bshd", "bhsd")
 

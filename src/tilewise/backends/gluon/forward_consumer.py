@@ -238,9 +238,15 @@ def report(GROUP: gl.constexpr, faults, shared):
 
 
 @gluon.jit
-def write(GROUP: gl.constexpr, o_desc, lse, max_logit, shared, item, out, acc, norm, row_lse, top):
-    """o = norm acc through the shared memory `out`, lse and the largest score."""
+def write(
+    GROUP: gl.constexpr, o_desc, lse, max_logit, sinks, shared, item, acc, base, total, top, CFG: gl.constexpr
+):  # fmt: skip
+    """Write o, through shared memory, lse and the largest score; be done with the item. Returns its `thread_faults`."""
     queue = shared.queue
+    row_lse, norm = finish(base, total, sinks, queue.word(item, H))
+    faults = thread_faults(acc, row_lse)
+    copy = item * CFG.groups + GROUP
+    out = shared.out.index(copy % shared.out.shape[0])
     LINE: gl.constexpr = row_lse.type.layout
     b, h, q_start, q_len = queue.word(item, B), queue.word(item, H), queue.word(item, Q_START), queue.word(item, Q_LEN)
     row = queue.word(item, ROW) + GROUP * ROWS
@@ -254,6 +260,11 @@ def write(GROUP: gl.constexpr, o_desc, lse, max_logit, shared, item, out, acc, n
     gl.store(lse + queue.word(item, LSE) + GROUP * ROWS + index, row_lse, mask=valid)
     if max_logit is not None:
         gl.atomic_max(max_logit + h, gl.max(gl.where(valid, top, float("-inf")), 0) * LN2)
+    if CFG.shares_out:
+        tma.store_wait(0)
+        shared.queries.free(copy)
+    queue.free(item)
+    return faults
 
 
 @gluon.jit
@@ -284,24 +295,8 @@ def consume(
         copy = item * CFG.groups + GROUP
         q = queries.tile(copy)
         at, acc, p, base, total, top = sweep(
-            GROUP,
-            shared,
-            at,
-            item,
-            j - 1,
-            first,
-            full_first,
-            full_last,
-            q,
-            acc,
-            p,
-            base,
-            total,
-            top,
-            interval,
-            scoring,
-            CFG,
-        )
+            GROUP, shared, at, item, j - 1, first, full_first, full_last, q, acc, p, base, total, top, interval, scoring, CFG
+        )  # fmt: skip
         if not CFG.shares_out:
             queries.free(copy)
         values.wait(at)
@@ -319,14 +314,7 @@ def consume(
         at = skip(GROUP, shared, at + 1, beyond, CFG)
         at, s = begin(GROUP, shared, at, item + 1, more, last, CFG)
         queue.wait(item + 1)
-        row_lse, norm = finish(base, total, sinks, queue.word(item, H))
-        faults += thread_faults(acc, row_lse)
-        out = shared.out.index(copy % shared.out.shape[0])
-        write(GROUP, o_desc, lse, max_logit, shared, item, out, acc, norm, row_lse, top)
-        if CFG.shares_out:
-            tma.store_wait(0)
-            queries.free(copy)
-        queue.free(item)
+        faults += write(GROUP, o_desc, lse, max_logit, sinks, shared, item, acc, base, total, top, CFG)
         item += 1
         s = warpgroup_mma_wait(0, [s])
     tma.store_wait(0)
