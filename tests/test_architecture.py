@@ -100,9 +100,6 @@ def test_imports_go_one_way(path):
     for other in _inside(path):
         same_package = other.split(".")[0] == module.split(".")[0]
         is_backend = other.startswith("backends") and other != "backends.base"
-        of_kernels = module.startswith("lab.") and other.startswith(
-            "backends.device."
-        )  # the lab has kernels of its own
         if is_backend:
             assert row == TOP or module == "dispatch", f"{module} imports the backend {other}"
         elif not (same_package or row == TOP):
