@@ -11,7 +11,7 @@ BIN        := $(VENV)/bin
 STAMP      := $(VENV)/.installed
 PIP        := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-gpu lint types tests triton fuzz clean
+.PHONY: demo test test-gpu lint types tests browser triton fuzz clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
@@ -31,8 +31,19 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/pyright
 
-tests: $(STAMP)
+tests: $(STAMP) browser
 	$(BIN)/pytest -n 2
+
+# Reports are looked at in a headless Chromium: installed where it is missing and may be, as root on Debian and its kin.
+# Without one their test is skipped with the reason; in CI it fails.
+browser:
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+			chromium fonts-dejavu-core >/dev/null; \
+	else \
+		echo "no Chromium here, and no right to install it: the report's test will be skipped"; \
+	fi
 
 # The Triton kernels without a GPU: bodies run by its interpreter, and kernels compiled for the GPUs they ship for.
 # They need the Triton that was tested, which may not be the one of the user's torch: an environment of their own.
@@ -73,4 +84,4 @@ fuzz: $(STAMP)
 	TILEWISE_FUZZ=$(FUZZ) $(BIN)/pytest tests/test_fuzz.py
 
 clean:
-	rm -rf $(VENV) $(TRITON_VENV) runs demo
+	rm -rf $(VENV) $(TRITON_VENV) runs demo build report

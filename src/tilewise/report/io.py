@@ -138,15 +138,17 @@ def _moved(systems: Systems) -> Panel:
 
 
 def _chips(chips: dict[str, Any], sram: int) -> Panel:
-    kib, moved = chips["kib"], chips["bytes"]
-    shown = {name: sizes for name, sizes in moved.items() if name not in SAME}
+    kib, curves = chips["kib"], {}
+    for name, sizes in chips["bytes"].items():  # systems that move the same are one curve
+        curves.setdefault(tuple(sizes), []).append(name)
+    shown = {listed(names): sizes for sizes, names in curves.items()}
     factor = kib[-1] / kib[0]
-    says = listed(f"{name} moves {fold(sizes[0] / sizes[-1])} fewer" for name, sizes in shown.items())
+    says = "; ".join(f"{fold(sizes[0] / sizes[-1])} fewer: {names}" for names, sizes in shown.items())
 
     def draw(axes: Any) -> None:
-        for at, (name, sizes) in enumerate(shown.items()):
-            look = {"color": picture.colour(name, at), "marker": picture.marker(name)}
-            axes.plot(kib, sizes, label=name, **look)
+        for at, (sizes, names) in enumerate(curves.items()):
+            look = {"color": picture.colour(names[0], at), "marker": picture.marker(names[0])}
+            axes.plot(kib, sizes, label=listed(names), **look)
         axes.axvline(sram / 1024, color=picture.GREY, lw=0.9)
         axes.annotate(f" {sram / 1024:,.0f} KiB", (sram / 1024, max(map(max, shown.values()))), va="top", fontsize=8)
         axes.set(xscale="log", yscale="log", ylabel="bytes, forward")
@@ -154,9 +156,13 @@ def _chips(chips: dict[str, Any], sram: int) -> Panel:
         axes.set_xlabel("chip, KiB")
         axes.legend()
 
-    alt = f"Lines on two logarithmic axes: bytes of {listed(shown)} against the size of the chip."
+    alt = f"Lines on two logarithmic axes: bytes of {'; '.join(shown)} against the size of the chip."
     return Panel(
-        "chips", "bytes against the size of the chip", alt, f"On a chip {factor:.0f} times as large {says}.", draw
+        "chips",
+        "bytes against the size of the chip",
+        alt,
+        f"On a chip {factor:.0f} times as large, bytes are {says}.",
+        draw,
     )
 
 

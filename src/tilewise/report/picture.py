@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,13 +75,13 @@ def save(panels: Sequence[Panel], path: Path, heading: str) -> None:
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(SIZE[0] * columns, SIZE[1] * rows + 0.4), layout="constrained")
     with _style():
-        spots = figure.subplots(rows, columns, squeeze=False).flat
+        spots = list(figure.subplots(rows, columns, squeeze=False).flat)
         for axes in spots:
             axes.set_axis_off()
         for axes, panel in zip(spots, panels):
             axes.set_axis_on()
             _draw(axes, panel)
-        figure.suptitle(heading, fontsize=11)
+        figure.suptitle(textwrap.fill(heading, 62 * columns), fontsize=11)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=120)
 
