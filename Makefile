@@ -1,5 +1,6 @@
 # make demo   train a small GPT twice, with standard attention and with tilewise, and compare (CPU, minutes)
 # make test   lint, types and all tests (CPU)
+# make report the stored pages of benchmarks/results, drawn anew
 
 PYTHON     ?= python3
 VENV       ?= .venv
@@ -11,7 +12,7 @@ BIN        := $(VENV)/bin
 STAMP      := $(VENV)/.installed
 PIP        := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-gpu lint types tests browser triton fuzz clean
+.PHONY: demo test test-gpu lint types tests browser report triton fuzz clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
@@ -78,10 +79,19 @@ test-gpu:
 	$(GPU_PYTHON) tests/gpu/sanitize.py --json $(GPU_REPORT) --jobs $(GPU_JOBS) --tool racecheck --cases small || status=1; \
 	exit $$status
 
+# The stored pages, anew from the stored results: one of CPUs and of what is computed, one of the H200.
+RESULTS := benchmarks/results
+REPORT  := $(BIN)/tilewise report
+report: $(STAMP)
+	$(REPORT) $(wildcard $(RESULTS)/*cpu*.json) $(filter-out $(wildcard $(RESULTS)/*measured*),$(wildcard $(RESULTS)/io-*.json)) \
+		-o $(RESULTS)/report-cpu --json $(RESULTS)/report-cpu/report.json
+	test ! -d $(RESULTS)/report-h200 || $(REPORT) $(wildcard $(RESULTS)/*h200*.json) \
+		-o $(RESULTS)/report-h200 --json $(RESULTS)/report-h200/report.json
+
 # A long local fuzz run: FUZZ=1000 specs.
 FUZZ ?= 1000
 fuzz: $(STAMP)
 	TILEWISE_FUZZ=$(FUZZ) $(BIN)/pytest tests/test_fuzz.py
 
 clean:
-	rm -rf $(VENV) $(TRITON_VENV) runs demo build report
+	rm -rf $(VENV) $(TRITON_VENV) runs demo build

@@ -38,8 +38,10 @@ def memory(data: dict[str, Any]) -> Section:
     limits = {name: n for name, n in data["out_of_memory_at"].items() if name in who}
     ends = listed(f"N = {n:,} ({name})" for name, n in sorted(limits.items(), key=lambda item: item[1]))
     panels = [_panel(points, who, what, total, device) for what in WHAT]
-    if is_papers(problem):
-        panels.append(_beside_the_paper(points))
+    in_all = {p["N"]: p["measured"].get("tilewise", {}).get("in_all") for p in points}
+    in_all = {n: size for n, size in in_all.items() if size}
+    if is_papers(problem) and in_all.keys() & PAPER.keys():
+        panels.append(_beside_the_paper(in_all))
     return Section(
         "Memory against sequence length",
         f"{shape_of(problem)}, a training step on {device}; lines computed, dots measured",
@@ -102,17 +104,12 @@ def _draw(axes: Any, points: Points, who: Sequence[str], what: str, total: int, 
     axes.legend(ncols=2 if len(who) > 3 else 1)
 
 
-def _beside_the_paper(points: Points) -> Panel:
-    ours = {
-        p["N"]: p["measured"]["tilewise"]["in_all"] for p in points if "in_all" in p["measured"].get("tilewise", {})
-    }
-    both = [n for n in ours if n in PAPER]
-    shares = [ours[n] / (PAPER[n] * 1e6) for n in both]
+def _beside_the_paper(ours: dict[int, int]) -> Panel:
+    last = max(n for n in ours if n in PAPER)
+    mb = ours[last] / 1e6
     says = (
-        f"At N = {both[-1]:,} a training step of tilewise takes {ours[both[-1]] / 1e6:,.0f} MB, the paper's "
-        f"{PAPER[both[-1]]:,} MB: {shares[-1]:.0%}."
-        if both
-        else "Nothing was measured at the paper's lengths."
+        f"At N = {last:,} a training step of tilewise takes {mb:,.0f} MB in all, the paper's {PAPER[last]:,} MB: "
+        f"{mb / PAPER[last]:.0%}."
     )
 
     def draw(axes: Any) -> None:
@@ -182,6 +179,10 @@ def _contexts(points: Points, who: Sequence[str]) -> Panel:
     def draw(axes: Any) -> None:
         picture.bars(axes, [_name(p) for p in points], series, "tokens at batch 1")
         axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        for at, p in enumerate(points):
+            if not any(_fits(p)):
+                axes.annotate(" none", (axes.get_xlim()[0], at), va="center", fontsize=8)
         axes.tick_params(axis="y", labelsize=7.5)
         axes.legend(loc="lower right")
 
@@ -195,7 +196,7 @@ def _batches(point: dict[str, Any], who: Sequence[str]) -> Panel:
     says = "With standard attention nothing of these lengths fits."
     if common:
         ours, theirs = dict(sizes["tilewise"])[common[-1]], dict(sizes["standard"])[common[-1]]
-        says = f"At {common[-1]:,} tokens {ours:,} sequences fit instead of {theirs:,}; beyond, none without tiles."
+        says = f"At {common[-1]:,} tokens {ours:,} sequences fit instead of {theirs:,}, and none of longer ones."
 
     def draw(axes: Any) -> None:
         for name in who:
@@ -203,6 +204,7 @@ def _batches(point: dict[str, Any], who: Sequence[str]) -> Panel:
             look = {"color": picture.colour(name), "marker": picture.marker(name)}
             axes.plot([n for n, _ in line], [b for _, b in line], label=name, **look)
         axes.set(yscale="log", ylabel="largest batch")
+        axes.yaxis.set_major_formatter("{x:,.0f}")
         picture.lengths(axes, [int(n) for n in point["largest_batch"]])
         axes.legend()
 
