@@ -137,7 +137,7 @@ def _table(points: Points, who: Sequence[str], what: str, total: int) -> Table:
             out = " (does not fit)" if needed(point, name) > total else ""
             cells.append((size if measured else f"~ {size}") + out)
         rows.append(cells)
-    return Table(f"{WHAT[what][0].upper()}{WHAT[what][1:]}; computed with ~", ("N", *who), rows, left=0)
+    return Table(f"{WHAT[what][0].upper()}{WHAT[what][1:]}; with ~: computed", ("N", *who), rows, left=0)
 
 
 # ---- what fits ----
@@ -184,7 +184,6 @@ def _contexts(points: Points, who: Sequence[str]) -> Panel:
             if not any(_fits(p)):
                 axes.annotate(" none", (axes.get_xlim()[0], at), va="center", fontsize=8)
         axes.tick_params(axis="y", labelsize=7.5)
-        axes.legend(loc="lower right")
 
     alt = f"Bars on a logarithmic axis: the longest context that fits, of {listed(who)}, by model and GPU."
     return Panel("context", "longest context at batch 1", alt, f"{says}.", draw, plot=10)

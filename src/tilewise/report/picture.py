@@ -125,8 +125,8 @@ def bars(axes: Any, labels: Sequence[str], series: Mapping[str, Sequence[float]]
     axes.grid(axis="y", visible=False)
     axes.margins(x=0.14)
     axes.set_xlabel(unit)
-    if len(series) > 1:
-        axes.legend()
+    if len(series) > 1:  # below, where it hides no bar
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=len(series), frameon=False)
 
 
 def lengths(axes: Any, ns: Sequence[int]) -> None:
