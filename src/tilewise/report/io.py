@@ -143,7 +143,7 @@ def _chips(chips: dict[str, Any], sram: int) -> Panel:
         curves.setdefault(tuple(sizes), []).append(name)
     shown = {listed(names): sizes for sizes, names in curves.items()}
     factor = kib[-1] / kib[0]
-    says = "; ".join(f"{fold(sizes[0] / sizes[-1])} fewer: {names}" for names, sizes in shown.items())
+    says = "; ".join(f"{_fewer(sizes[0] / sizes[-1])}: {names}" for names, sizes in shown.items())
 
     def draw(axes: Any) -> None:
         for at, (sizes, names) in enumerate(curves.items()):
@@ -164,6 +164,10 @@ def _chips(chips: dict[str, Any], sram: int) -> Panel:
         f"On a chip {factor:.0f} times as large, bytes are {says}.",
         draw,
     )
+
+
+def _fewer(ratio: float) -> str:
+    return "as many" if ratio < 1.005 else f"{fold(ratio)} fewer"
 
 
 def _identity(measured: Sequence[dict[str, Any]]) -> Panel:

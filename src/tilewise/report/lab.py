@@ -26,15 +26,20 @@ def compare(data: dict[str, Any]) -> Section:
         if "forward" in r:
             cells += [f"{r['saved_bytes'] / 1e6:,.2f} MB", human(r["peak_bytes"], "B")]
             cells += [ms(r[which]["seconds"]) for which in PASSES]
-        rows.append([*cells, *["-"] * (8 - len(cells)), f"{r['title']} ({r['source']})"])
-    columns = ("system", "exact", "error of o", "of dq, dk, dv", "kept", "peak", *PASSES, "what it is")
+        rows.append([*cells, *["-"] * (8 - len(cells))])
+    columns = ("system", "exact", "error of o", "of dq, dk, dv", "kept", "peak", *PASSES)
+    about = [(r["system"], r["title"], r["source"]) for r in results]
     sweep = [_sweep(data["sweep"], results)] if data["sweep"] else []
     return Section(
         "Systems of the papers on one problem",
         f"{shape_of(problem)}, on {problem['device']}; {data['time']} of {data['rounds']}",
         list(data["claims"].values()),
         [*([_kept(timed), _time(timed)] if timed else []), *sweep],
-        [Table("Exactness, memory, time", columns, rows), *([_sweep_table(data["sweep"])] if sweep else [])],
+        [
+            Table("Exactness, memory, time", columns, rows),
+            Table("What they are", ("system", "how", "source"), about, left=3),
+            *([_sweep_table(data["sweep"])] if sweep else []),
+        ],
         [f"{r['system']} disagrees with the float64 reference" for r in results if not r["exact"]],
     )
 

@@ -50,6 +50,11 @@ class Section:
     tables: Sequence[Table] = ()
     warnings: Sequence[str] = field(default=())  # what was refused, failed or was not measured
 
+    @property
+    def brief(self) -> str:
+        """Its first sentence."""
+        return next(iter((*self.says, *(panel.says for panel in self.panels), *self.warnings)), "nothing was measured")
+
 
 def shape_of(problem: dict[str, Any]) -> str:
     """B64 H16 N1024 D64 fp16 causal."""

@@ -12,6 +12,7 @@ from tilewise.report import picture
 from tilewise.report.pieces import Panel, Section, Table, digits, geometric_mean, listed, ms, sentence, times
 
 PASSES = ("forward", "backward")
+LONGEST_REASON = 160  # characters
 Rows = Sequence[dict[str, Any]]
 
 # ---- bench on a CPU ----
@@ -80,12 +81,11 @@ def bench_gpu(data: dict[str, Any]) -> Section:
     who = list(dict.fromkeys(name for r in results for name in (*r["tflops"], *r["missing"])))
     rows = []
     for r in results:
-        rivals = {name: rate for name, rate in r["tflops"].items() if name not in ("tilewise", "triton")}
-        best = times(r["tflops"]["tilewise"] / max(rivals.values())) if rivals else "-"
+        ours, rivals = r["tflops"].get("tilewise"), _rivals(r["tflops"])
+        best = times(ours / max(rivals)) if ours and rivals else "-"
         rates = (digits(r["tflops"][name]) if name in r["tflops"] else "-" for name in who)
         rows.append((r["shape"], r["dtype"], r["pass"], *rates, best))
     means = [f"{name} {times(mean)}" for name, mean in data["geometric_means"].items()]
-    missing = {f"{peer}: {why}": r for r in results for peer, why in r["missing"].items()}
     return Section(
         "Speed on a GPU, beside PyTorch's kernels",
         f"TFLOP/s, {data['rounds']} round(s) in turns, bursts of {data['burst_s'] * 1e3:.0f} ms after a rest of "
@@ -94,9 +94,24 @@ def bench_gpu(data: dict[str, Any]) -> Section:
         + _notes(data),
         _curves(results, who),
         [Table("Every problem", ("B x H x N x D", "dtype", "pass", *who, "over the best"), rows, left=3)],
-        [f"refused: {one}" for one in data["refused"]]
-        + [f"{why} (first at {r['shape']})" for why, r in missing.items()],
+        [f"refused: {one}" for one in data["refused"]] + _missing(results),
     )
+
+
+def _rivals(rates: dict[str, float]) -> list[float]:
+    return [rate for name, rate in rates.items() if name not in ("tilewise", "triton")]
+
+
+def _missing(results: Rows) -> list[str]:
+    """Which peers did not run what, and why the first time."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for r in results:
+        for peer, why in r["missing"].items():
+            found.setdefault(peer, []).append((r["shape"], why))
+    return [
+        f"{peer} did not run {len(dict(some))} of the problems; first {some[0][0]}: {some[0][1][:LONGEST_REASON]}"
+        for peer, some in found.items()
+    ]
 
 
 def _notes(data: dict[str, Any]) -> list[str]:
@@ -151,6 +166,8 @@ def _curves(results: Rows, who: Sequence[str]) -> list[Panel]:
     groups: dict[tuple[str, str, int, bool], list[tuple[Shape, dict[str, Any]]]] = {}
     for r in results:
         shape = Shape.parse(r["shape"])
+        if not r["tflops"]:
+            continue  # nobody could run it: the table and the warnings say so
         groups.setdefault((r["pass"], r["dtype"], shape.D, shape.causal), []).append((shape, r))
     order = sorted(groups, key=lambda key: (key[1], key[2], not key[3], key[0] != "forward"))
     return [_curve(key, sorted(groups[key], key=lambda pair: pair[0].S), who) for key in order]
