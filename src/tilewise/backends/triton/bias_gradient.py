@@ -34,7 +34,7 @@ def tile_ds(
     lowest, _, _, highest = extremes(rows.lo, rows.hi, rows.valid)
     if (lowest < (j + 1) * BLOCK_N) & (highest > j * BLOCK_N):
         t, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-        row_lse, row_delta = load_statistics(minus_lse, minus_delta, b, h, q_start, rows)
+        row_lse, row_delta = load_statistics(minus_lse, minus_delta, b, h, q_start, q_len, i, BLOCK_M)
         hkv = h // group
         column, value_column = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
         q_tile = load_rows(rows_at(q, b, h, q_start), q.row, i * BLOCK_M, q_len, t, column, D, False)
