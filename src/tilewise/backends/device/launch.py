@@ -78,10 +78,13 @@ def layout_key(*tensors: Tensor | None) -> tuple:
     return tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16, x.device) for x in tensors)
 
 
+_HERE = nullcontext()
+
+
 def on_device(x: Tensor) -> AbstractContextManager:
     """Make the device of `x` the current one: kernels start there. Nothing to do where it already is, which is cheaper."""
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return nullcontext()
+        return _HERE
     return torch.cuda.device(x.device)
 
 
