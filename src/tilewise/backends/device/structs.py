@@ -45,11 +45,11 @@ class Interval(NamedTuple):
 
 
 class Elements(NamedTuple):
-    """A (B, H, Sq, Sk) tensor, broadcast by strides of 0."""
+    """A (B, H, Sq, Sk) tensor; where it is broadcast, strides are absent."""
 
     data: Tensor
-    batch: int
-    head: int
+    batch: int | None
+    head: int | None
     row: int | None
     key: int | None
 

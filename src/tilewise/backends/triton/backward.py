@@ -103,7 +103,7 @@ def dq_kernel(
     t = tl.arange(0, BLOCK_M)
     q_tile = load_rows(rows_at(q, b, h, q_start), q.row, i * BLOCK_M, q_len, t, tl.arange(0, BLOCK_D), D, False)
     do_tile = load_rows(rows_at(do, b, h, q_start), do.row, i * BLOCK_M, q_len, t, tl.arange(0, BLOCK_DV), DV, False)
-    row_lse, row_delta = load_statistics(minus_lse, minus_delta, b, h, q_start, rows)
+    row_lse, row_delta = load_statistics(minus_lse, minus_delta, b, h, q_start, q_len, i, BLOCK_M)
     hkv = h // group
     keys = Keys(
         matrix(k, b, hkv, k_start, k_len, D, BLOCK_N, BLOCK_D, TMA),
@@ -141,10 +141,13 @@ def dkdv_sweep(
     upstream = matrix(do, b, h, q_start, q_len, DV, BLOCK_M, v.shape[1], TMA)
     key = (j * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
     t = tl.arange(0, BLOCK_M)
+    next_lse, next_delta = load_statistics(
+        minus_lse, minus_delta, b, h, q_start, q_len, tile_of(walk.first, walk, visit), BLOCK_M
+    )
     for entry in tl.range(walk.first, walk.last):
         i = tile_of(entry, walk, visit)
         rows = query_rows(i, b, h, q_start, q_len, k_len, shift, interval, scoring, BLOCK_M)
-        row_lse, row_delta = load_statistics(minus_lse, minus_delta, b, h, q_start, rows)
+        row_lse, row_delta = next_lse, next_delta
         q_tile = load_rows(queries, q.row, i * BLOCK_M, q_len, t, tl.arange(0, k.shape[1]), D, TMA)
         do_tile = load_rows(upstream, do.row, i * BLOCK_M, q_len, t, tl.arange(0, v.shape[1]), DV, TMA)
         if CLEAN:  # 0 times the NaN of a row that sees no key
@@ -163,6 +166,10 @@ def dkdv_sweep(
             dv_sum = tl.dot(weight.to(do_tile.dtype), do_tile, dv_sum, input_precision=PRECISION)
         if dk is not None:
             dk_sum = tl.dot((ds * slope).to(q_tile.dtype), q_tile, dk_sum, input_precision=PRECISION)
+        # The next tile's products start from these: loaded there, they would be waited for.
+        next_lse, next_delta = load_statistics(
+            minus_lse, minus_delta, b, h, q_start, q_len, tile_of(entry + 1, walk, visit), BLOCK_M
+        )
     return dk_sum, dv_sum
 
 
