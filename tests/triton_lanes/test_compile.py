@@ -6,6 +6,8 @@ import pytest
 import torch
 from compiling import SHARED_BYTES, TARGETS, compile_call, compile_decode, sass_of, spilled_bytes
 
+from tilewise import dispatch
+from tilewise.backends.device import assembler
 from tilewise.backends.device.assembler import sound_ptxas
 from tilewise.testing import Case, make_inputs
 
@@ -95,3 +97,14 @@ def test_lengths_do_not_recompile():
             found.setdefault(kernel.metadata.name, set()).add(kernel.hash)
     assert len(found) == 4
     assert max(map(len, found.values())) <= 2
+
+
+def test_an_unsound_assembler_is_refused_on_hopper(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(assembler, "sound_ptxas", lambda: None)
+    assert "ptxas is older than 12.9" in dispatch._no_triton.__wrapped__()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    assert dispatch._no_triton.__wrapped__() is None
