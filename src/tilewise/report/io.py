@@ -30,7 +30,7 @@ def io(data: dict[str, Any]) -> Section:
     tables += [_laws(data["laws"])] if data.get("laws") else []
     tables += [_counters(measured)] if measured else []
     return Section(
-        f"What attention moves and computes: {gpu['title']}",
+        f"What attention moves and computes: {gpu['title']}, N = {p['Sq']:,}",
         f"{sizes}; counted, in tiles for {human(data['sram'], 'B')}; rates of {gpu['title']}: {gpu['source']}",
         [*_says(systems), *([_law_words(data["laws"])] if data.get("laws") else [])],
         panels,

@@ -43,7 +43,7 @@ def memory(data: dict[str, Any]) -> Section:
     if is_papers(problem) and in_all.keys() & PAPER.keys():
         panels.append(_beside_the_paper(in_all))
     return Section(
-        "Memory against sequence length",
+        f"Memory against sequence length: {'tilewise and standard' if len(who) == 2 else f'{len(who)} systems'}",
         f"{shape_of(problem)}, a training step on {device}; lines computed, dots measured",
         [f"In {human(total, 'B')} a training step fits up to {ends}.", *data.get("growth", {}).values()],
         panels,

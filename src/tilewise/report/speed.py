@@ -90,8 +90,7 @@ def bench_gpu(data: dict[str, Any]) -> Section:
         "Speed on a GPU, beside PyTorch's kernels",
         f"TFLOP/s, {data['rounds']} round(s) in turns, bursts of {data['burst_s'] * 1e3:.0f} ms after a rest of "
         f"{data['idle_s'] * 1e3:.0f} ms, each problem after a check against float64",
-        ([f"Geometric means of tilewise's speed: {listed(means)}."] if means else ["Nothing was timed."])
-        + _notes(data),
+        ([f"Geometric means of tilewise's speed: {listed(means)}."] if means else ["Nothing was timed."]),
         _curves(results, who),
         [Table("Every problem", ("B x H x N x D", "dtype", "pass", *who, "over the best"), rows, left=3)],
         [f"refused: {one}" for one in data["refused"]] + _missing(results),
@@ -112,10 +111,6 @@ def _missing(results: Rows) -> list[str]:
         f"{peer} did not run {len(dict(some))} of the problems; first {some[0][0]}: {some[0][1][:LONGEST_REASON]}"
         for peer, some in found.items()
     ]
-
-
-def _notes(data: dict[str, Any]) -> list[str]:
-    return [data["note"]] if data.get("note") else []
 
 
 def generations(data: dict[str, Any]) -> Section:
