@@ -195,7 +195,8 @@ def _draw_curve(axes: Any, points: Sequence[tuple[Shape, dict[str, Any]]], who: 
     for at, name in enumerate(who):
         line = [(shape.S, scale * r["tflops"][name]) for shape, r in points if name in r["tflops"]]
         look = {"color": picture.colour(name, at)}
-        axes.plot([n for n, _ in line], [rate for _, rate in line], marker=picture.marker(name), label=name, **look)
+        if line:
+            axes.plot([n for n, _ in line], [rate for _, rate in line], marker=picture.marker(name), label=name, **look)
         out = [shape.S for shape, r in points if name in r["missing"]]
         if out:
             label = None if line else f"{name}: did not run"
@@ -252,4 +253,5 @@ def _costs(S: int, dtype: str, rows: Rows) -> Panel:
         axes.tick_params(axis="y", labelsize=7.5)
 
     alt = f"Bars: time per FLOP of each feature over the plain kernel's, forward and backward, N = {S:,}, {dtype}."
-    return Panel(f"features-{S}-{dtype}", f"N {S:,}, {dtype}", alt, sentence(says), draw)
+    height = 1.6 + 0.34 * len(rows)
+    return Panel(f"features-{S}-{dtype}", f"N {S:,}, {dtype}", alt, sentence(says), draw, height=height)
