@@ -44,7 +44,7 @@ def test_every_number_is_what_its_formula_gives(page, count):
 
 def test_no_number_is_without_one():
     text = page_numbers.NUMBER.sub("", PAGE.read_text())
-    for pattern in (r"```.*?```", r"<!--.*?-->", r"`[^`]*`", r"\]\([^)]*\)", *NAMES):
+    for pattern in (r"```.*?```", r"<!--.*?-->", r"`[^`]*`", r"\]\([^)]*\)", r"<img[^>]*>", *NAMES):
         text = re.sub(pattern, "", text, flags=re.DOTALL)
     text = text[: text.index("The papers: Dao")]
     assert re.findall(r".*\d.*", text) == []
@@ -61,7 +61,10 @@ def test_examples_run():
 
 
 def test_pictures_are_the_products():
-    images = re.findall(r"!\[([^\]]+)\]\(([^)]+)\)", PAGE.read_text())
+    text = PAGE.read_text()
+    images = re.findall(r"!\[([^\]]+)\]\(([^)]+)\)", text)
+    images += [(alt, link) for link, alt in re.findall(r'<img src="([^"]+)" alt="([^"]+)" width="\d+">', text)]
+    assert len(images) == text.count("![") + text.count("<img")
     report = json.loads((ROOT / "benchmarks" / "results" / "report-cpu" / "report.json").read_text())
     drawn = {name for result in report["results"] for name in result["pictures"]}
     own = {f"mask-{name}.png" for name in pictures.MASKS} | {"walks.png"}
