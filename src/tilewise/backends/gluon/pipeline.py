@@ -13,7 +13,7 @@ from triton.language.core import _aggregate as aggregate
 
 FIRST_TURN = gl.constexpr(8)  # named barriers: Triton itself takes those of the lowest numbers, one for each partition
 RAGGED = gl.constexpr(2**30)  # see `tma_start`
-QUEUED = gl.constexpr(2)  # work items on their way from producer to consumers
+QUEUED = gl.constexpr(3)  # work items on their way from producer to consumers
 
 
 @gluon.jit
@@ -111,6 +111,14 @@ def give_turn(GROUP: gl.constexpr):
     """Let that warpgroup go on, without waiting."""
     gl.inline_asm_elementwise(
         _barrier_asm("arrive", FIRST_TURN + GROUP, 256), "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def all_written():
+    """Until what this thread has copied to global memory (TMA) is there; `tma.store_wait` is until it has been read."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
