@@ -39,13 +39,8 @@ def test_io_executes_small_problems(tmp_path, monkeypatch):
     args = ("io", "--no-laws", "--simulate", "--json", tmp_path / "io.json")
     assert "executed with a counted memory" in run(*args)
     rows = json.loads((tmp_path / "io.json").read_text())["simulated"]
-    assert {row["system"] for row in rows} == {
-        "standard",
-        "flash1",
-        "flash2",
-        "triton",
-    }  # flash3 moves what flash2 moves
-    assert all(row["formula"] == row["executed"] > 0 for row in rows) and len(rows) == 64
+    assert {row["system"] for row in rows} == {"standard", "flash1", "flash2", "flash3", "triton"}
+    assert all(row["formula"] == row["executed"] > 0 for row in rows) and len(rows) == 80
     monkeypatch.setattr(io_simulate, "_counts", lambda *_: {"forward": (1, 2)})
     assert "counts differ from their formulas" in error(*args, code=1)
 
