@@ -151,8 +151,7 @@ def dkdv_sweep(
         q_tile = load_rows(queries, q.row, i * BLOCK_M, q_len, t, tl.arange(0, k.shape[1]), D, TMA)
         do_tile = load_rows(upstream, do.row, i * BLOCK_M, q_len, t, tl.arange(0, v.shape[1]), DV, TMA)
         if CLEAN:  # 0 times the NaN of a row that sees no key
-            sees = (row_lse > -float("inf"))[:, None]
-            q_tile, do_tile = tl.where(sees, q_tile, 0.0).to(k.dtype), tl.where(sees, do_tile, 0.0).to(k.dtype)
+            do_tile = tl.where((row_lse > -float("inf"))[:, None], do_tile, 0.0).to(k.dtype)
         start, lse2 = score_start(scoring, row_lse[None, :])
         dp_start, delta = upstream_start(scoring, row_delta[None, :])
         s = product_from(start, k, q_tile, PRECISION)
@@ -162,6 +161,8 @@ def dkdv_sweep(
         weight, ds, slope = score_gradients(
             s, dp, scoring, across(rows), key, k_len, lse2, delta, is_partial(entry, walk) | CLEAN, CLEAN
         )
+        if CLEAN:  # 0 times the NaN of a row that does not see the key; where it does, ds is NaN
+            q_tile = tl.where(q_tile * 0.0 == 0.0, q_tile, 0.0).to(k.dtype)
         if dv is not None:
             dv_sum = tl.dot(weight.to(do_tile.dtype), do_tile, dv_sum, input_precision=PRECISION)
         if dk is not None:
