@@ -1,5 +1,6 @@
 # make demo   train a small GPT twice, with standard attention and with tilewise, and compare (CPU, minutes)
 # make test   lint, types and all tests (CPU)
+# make report the stored pages of benchmarks/results, drawn anew
 
 PYTHON     ?= python3
 VENV       ?= .venv
@@ -11,7 +12,7 @@ BIN        := $(VENV)/bin
 STAMP      := $(VENV)/.installed
 PIP        := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-gpu lint types tests triton fuzz clean
+.PHONY: demo test test-gpu lint types tests browser report triton fuzz clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
@@ -31,8 +32,19 @@ lint: $(STAMP)
 types: $(STAMP)
 	$(BIN)/pyright
 
-tests: $(STAMP)
+tests: $(STAMP) browser
 	$(BIN)/pytest -n 2
+
+# Reports are looked at in a headless Chromium: installed where it is missing and may be, as root on Debian and its kin.
+# Without one their test is skipped with the reason; in CI it fails.
+browser:
+	@for name in chromium chromium-browser google-chrome; do command -v $$name >/dev/null && exit 0; done; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+			chromium fonts-dejavu-core >/dev/null; \
+	else \
+		echo "no Chromium here, and no right to install it: the report's test will be skipped"; \
+	fi
 
 # The Triton kernels without a GPU: bodies run by its interpreter, and kernels compiled for the GPUs they ship for.
 # They need the Triton that was tested, which may not be the one of the user's torch: an environment of their own.
@@ -67,10 +79,19 @@ test-gpu:
 	$(GPU_PYTHON) tests/gpu/sanitize.py --json $(GPU_REPORT) --jobs $(GPU_JOBS) --tool racecheck --cases small || status=1; \
 	exit $$status
 
+# The stored pages, anew from the stored results: one of CPUs and of what is computed, one of the H200.
+RESULTS := benchmarks/results
+REPORT  := $(BIN)/tilewise report
+report: $(STAMP)
+	$(REPORT) $(wildcard $(RESULTS)/*cpu*.json) $(filter-out $(wildcard $(RESULTS)/*measured*),$(wildcard $(RESULTS)/io-*.json)) \
+		-o $(RESULTS)/report-cpu --json $(RESULTS)/report-cpu/report.json
+	test ! -d $(RESULTS)/report-h200 || $(REPORT) $(wildcard $(RESULTS)/*h200*.json) \
+		-o $(RESULTS)/report-h200 --json $(RESULTS)/report-h200/report.json
+
 # A long local fuzz run: FUZZ=1000 specs.
 FUZZ ?= 1000
 fuzz: $(STAMP)
 	TILEWISE_FUZZ=$(FUZZ) $(BIN)/pytest tests/test_fuzz.py
 
 clean:
-	rm -rf $(VENV) $(TRITON_VENV) runs demo
+	rm -rf $(VENV) $(TRITON_VENV) runs demo build

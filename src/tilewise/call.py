@@ -103,7 +103,7 @@ def _describe(
         # On the GPU without one: the default generator there, whose draws CUDA graphs repeat with fresh numbers.
         device = generator.device if generator is not None else q.device if q.is_cuda else "cpu"
         named["seed"] = torch.randint(0, 2**63 - 1, (1,), generator=generator, dtype=torch.int64, device=device)
-    present = tuple(name for name in TENSORS if named.get(name) is not None)
+    present = tuple([name for name in TENSORS if named.get(name) is not None])
     terms, mask_tensors = _terms(masks)
     aux = [named[name] for name in present] + mask_tensors
     for name, t in zip(present, aux, strict=False):
@@ -114,7 +114,7 @@ def _describe(
     make_spec = AttentionSpec if torch.compiler.is_compiling() else _make_spec
     spec = make_spec(terms, align, cap, p, bool(deterministic), present, bool(max_logit))
     scale = _default_scale(q) if softmax_scale is None else check_number(softmax_scale, "softmax_scale", -LARGEST)
-    signatures = tuple((t.shape, t.dtype, t.device) for t in (q, k, v, *aux))
+    signatures = tuple([(t.shape, t.dtype, t.device) for t in (q, k, v, *aux)])
     return Call(q, k, v, aux, spec, scale, max_q, max_k, signatures)
 
 

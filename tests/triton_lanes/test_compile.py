@@ -1,9 +1,12 @@
 """The Triton kernels compile for every GPU they ship for, within its shared memory. No GPU is needed."""
 
+import re
+
 import pytest
 import torch
 from compiling import SHARED_BYTES, TARGETS, compile_call, compile_decode, sass_of, spilled_bytes
 
+from tilewise.backends.device.assembler import sound_ptxas
 from tilewise.testing import Case, make_inputs
 
 CAUSAL = ("causal",)
@@ -32,6 +35,16 @@ def _fits(kernels, target):
 @pytest.mark.parametrize("target", TARGETS)
 def test_plain_calls_compile(target):
     _fits(compile_call(make_inputs(PLAIN[0], torch.bfloat16), target), target)
+
+
+def test_a_sound_assembler_makes_the_code():
+    """ptxas 12.8 addresses operands of Hopper's products wrongly (`assembler`): PTX 8.7 is its newest language."""
+    assert tuple(map(int, sound_ptxas().version.split("."))) >= (12, 9)
+    versions = [
+        re.search(r"\.version (\d+)\.(\d+)", kernel.asm["ptx"])
+        for kernel in compile_call(make_inputs(PLAIN[0], torch.bfloat16), "sm_90")
+    ]
+    assert all(version and tuple(map(int, version.groups())) >= (8, 8) for version in versions)
 
 
 @pytest.mark.parametrize("case", MIXES, ids=[case.name for case in MIXES])

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -23,11 +22,11 @@ from tilewise.cli.output import (
     console,
     dtype_of,
     fail,
-    figure_file,
     short,
     stderr,
     table,
     write_json,
+    write_plot,
 )
 from tilewise.cli.problems import LONG, PROBLEMS, Shape, check, draw, ours, sdpa
 
@@ -142,19 +141,20 @@ def bench(
         peaks = {d: _peak(d) * threads for d in dtypes}
         _show(results, peaks, by, threads)
         data |= {"fma_peak_gflops": {short(d): peak for d, peak in peaks.items()}, "geometric_means": _means(results)}
-    if plot is not None and results:
-        draw_bars(results, plot)
-    write_json(json, "bench", data | {"results": [r.to_dict() for r in results]})
+    data |= {"results": [r.to_dict() for r in results]}
+    write_plot(plot, "bench", data)
+    write_json(json, "bench", data)
     if refused:
         fail(f"{len(refused)} of {len(refused) + len(cases)} problems were refused: their results are wrong", FAILED)
 
 
 def _bench_features(shape, dtype, peer, rounds, backend, json, plot) -> None:
-    if shape or peer or plot is not None:
-        raise ValueError("--features has problems of its own and no plot: leave out --shape, --peer and --plot")
+    if shape or peer:
+        raise ValueError("--features has problems of its own: leave out --shape and --peer")
     dtypes = [dtype_of(name) for name in dtype or ("bf16",)]
     workers = min(16, os.cpu_count() or 1)
     data = gpu_features.bench(dtypes, rounds, backend, workers, lambda part: write_json(json, "bench", part, say=False))
+    write_plot(plot, "bench", data)
     write_json(json, "bench", data)
     if data["refused"]:
         fail(f"{len(data['refused'])} features were refused: their results are wrong", FAILED)
@@ -167,8 +167,7 @@ def _bench_gpu(shape, dtype, peer, rounds, json, plot) -> None:
     shapes = [Shape.parse(text) for text in shape] if shape else gpu.GRID
     dtypes = [dtype_of(name) for name in dtype or ("bf16",)]
     data = gpu.bench(shapes, dtypes, peers, rounds, lambda part: write_json(json, "bench", part, say=False))
-    if plot is not None and data["results"]:
-        gpu.draw_grid(data["results"], peers, plot)
+    write_plot(plot, "bench", data)
     write_json(json, "bench", data)
     if data["refused"]:
         fail(f"{len(data['refused'])} problems were refused: their results are wrong", FAILED)
@@ -278,18 +277,3 @@ def _same(a: Result, b: Result) -> bool:
 def _time(samples: measure.Samples) -> str:
     ms = samples.median * 1e3
     return f"{ms:.{1 if ms >= 10 else 2}f} ms ±{100 * samples.spread:.0f}%"
-
-
-def draw_bars(results: Sequence[Result], path: Path) -> None:
-    """GFLOP/s of both, one panel per dtype."""
-    dtypes = list(dict.fromkeys(short(r.dtype) for r in results))
-    with figure_file(path, 8.0, 1.2 + 3.0 * len(dtypes)) as figure:
-        for axes, name in zip(figure.subplots(len(dtypes), squeeze=False)[:, 0], dtypes, strict=True):
-            shown = [r for r in results if short(r.dtype) == name]
-            for offset, rival in ((-0.2, "tilewise"), (0.2, "sdpa")):
-                at = [i + offset for i in range(len(shown))]
-                axes.bar(at, [r.gflops(rival) for r in shown], 0.4, label=rival)
-            lines = [[*str(r.shape).split(":"), r.name, *([f"{r.threads}T"] if r.threads > 1 else [])] for r in shown]
-            axes.set_xticks(range(len(shown)), ["\n".join(label) for label in lines], fontsize=7)
-            axes.set(ylabel="GFLOP/s", title=name)
-            axes.legend(loc="lower right")

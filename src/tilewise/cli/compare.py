@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.progress import Progress
 
-from tilewise.cli.output import FAILED, JsonFile, PlotFile, console, fail, figure_file, stderr, table, write_json
+from tilewise.cli.output import FAILED, JsonFile, PlotFile, console, fail, stderr, table, write_json, write_plot
 from tilewise.cli.train import Batch, Context, Data, Device, Dtype, MaxMb, PresetName, Steps, configured
 from tilewise.training.config import ATTENTIONS, TrainConfig
 from tilewise.training.data import load_corpus, make_streams
@@ -60,9 +60,9 @@ def compare(
 
         found = compare_seeds(config, names, seeds, streams, tokenizer.vocab_size, on_step)
     _show(found)
-    if plot is not None:
-        _draw(found, plot)
-    write_json(json, "compare", {"text": corpus.describe(), **found.to_dict()})
+    results = {"text": corpus.describe(), **found.to_dict()}
+    write_plot(plot, "compare", results)
+    write_json(json, "compare", results)
     if worse := [name for name in found.attentions[1:] if not found.within_spread(name)]:
         fail(f"{', '.join(worse)} differs from {names[0]} by more than seeds do", FAILED)
 
@@ -77,21 +77,3 @@ def _show(found: SeedComparison) -> None:
     console.print(table(f"{found.parameters:,} parameters, {found.config.steps} steps", columns, rows))
     for name in found.attentions[1:]:
         console.print(found.in_words(name))
-
-
-def _draw(found: SeedComparison, path: Any) -> None:
-    """Losses of all runs, and differences of attentions beside the spread of seeds."""
-    with figure_file(path, 8.0, 6.0) as figure:
-        curves, apart = figure.subplots(2, 1, sharex=True)
-        for i, name in enumerate(found.attentions):
-            for run in found.of(name):
-                curves.plot(
-                    run.losses, color=f"C{i}", lw=2.5 - 2 * i, label=name if run.seed == found.config.seed else None
-                )
-        curves.set(ylabel="loss (nats per token)")
-        curves.legend()
-        apart.plot(found.spread(), color="grey", label=f"spread of {found.attentions[0]}'s seeds")
-        for i, name in enumerate(found.attentions[1:], 1):
-            apart.plot(found.differences(name), color=f"C{i}", label=f"{name}, same seed")
-        apart.set(xlabel="step", ylabel="loss difference", yscale="log")
-        apart.legend()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from tilewise.cli.options import integers
-from tilewise.cli.output import JsonFile, PlotFile, console, figure_file, table, write_json
+from tilewise.cli.output import JsonFile, PlotFile, console, table, write_json, write_plot
 from tilewise.io_model.fit import WHO, largest_batch, largest_context, training_step, usable
 from tilewise.io_model.gpus import GPUS, Gpu, gpu_of
 from tilewise.io_model.models import MODELS, Model, model_of
@@ -46,9 +45,9 @@ def fit(
         for card in gpus:
             found.append(_point(one, card, lengths, dropout, round(reserve * 2**30)))
             _show(found[-1], one, card)
-    if plot is not None:
-        draw(found, plot)
-    write_json(json, "fit", {"dropout": dropout, "reserve_bytes": round(reserve * 2**30), "points": found})
+    data = {"dropout": dropout, "reserve_bytes": round(reserve * 2**30), "points": found}
+    write_plot(plot, "fit", data)
+    write_json(json, "fit", data)
 
 
 def _point(model: Model, gpu: Gpu, lengths: Sequence[int], dropout: bool, reserve: int) -> dict[str, Any]:
@@ -88,21 +87,3 @@ def _show(point: dict[str, Any], model: Model, gpu: Gpu) -> None:
     console.print(
         f"Longest context at batch 1: {longest['standard']:,} with standard attention, {longest['tilewise']:,} with tilewise."
     )
-
-
-def draw(points: Sequence[dict[str, Any]], path: Path) -> None:
-    """Largest batch against context, one line per model, GPU and attention."""
-    with figure_file(path, 7.0, 4.5) as figure:
-        axes = figure.subplots()
-        for at, point in enumerate(points):
-            for who, style in zip(WHO, (":", "-"), strict=True):
-                sizes = [(int(n), b[who]) for n, b in point["largest_batch"].items() if b[who]]
-                label = f"{point['model']}, {point['gpu']}, {who}"
-                axes.plot(
-                    *zip(*sizes, strict=True) if sizes else ([], []), style, marker="o", color=f"C{at}", label=label
-                )
-        axes.set(xscale="log", yscale="log", xlabel="context", ylabel="largest batch", title="what fits, by formulas")
-        contexts = sorted({int(n) for point in points for n in point["largest_batch"]})
-        axes.set_xticks(contexts, [f"{n:,}" for n in contexts])
-        axes.minorticks_off()
-        axes.legend(fontsize=8)

@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewise
 from tilewise.cli import measure
-from tilewise.cli.output import console, figure_file, short, stderr, table
+from tilewise.cli.output import console, short, stderr, table
 from tilewise.cli.problems import Shape, ours
 
 TOKENS, HIDDEN = 16384, 2048
@@ -226,20 +225,3 @@ def _show(results: Sequence[dict[str, Any]], peers: Sequence[str]) -> None:
     console.print(table("TFLOP/s, bursts after a rest, in turns", columns, rows, left=3))
     means = _means(results, peers)
     console.print("geometric means: " + ", ".join(f"{name} {mean:.2f}x" for name, mean in means.items()))
-
-
-def draw_grid(results: Sequence[dict[str, Any]], peers: Sequence[str], path: Path) -> None:
-    """TFLOP/s against sequence length: a row of panels per pass, a column per head dim and mask."""
-    kinds = sorted({(shape.D, shape.causal) for shape in map(Shape.parse, (r["shape"] for r in results))})
-    with figure_file(path, 3.2 * len(kinds), 6.0) as figure:
-        panels = figure.subplots(2, len(kinds), squeeze=False, sharey="row")
-        for row, name in zip(panels, PASSES, strict=True):
-            for axes, (D, causal) in zip(row, kinds, strict=True):
-                for who in (OURS, *peers):
-                    points = [(Shape.parse(r["shape"]), r["tflops"]) for r in results if r["pass"] == name]
-                    line = [(s.S, t[who]) for s, t in points if (s.D, s.causal) == (D, causal) and who in t]
-                    axes.plot(*zip(*sorted(line), strict=True), marker=".", label=who) if line else None
-                axes.set_xscale("log", base=2)
-                axes.set(title=f"{name}, D {D}, {'causal' if causal else 'full'}", xlabel="tokens of a sequence")
-            row[0].set_ylabel("TFLOP/s")
-        panels[0, 0].legend(fontsize=7)

@@ -11,7 +11,7 @@ import typer
 import tilewise
 from tilewise import masks
 from tilewise.call import problem_of
-from tilewise.cli import io_measure, io_plots
+from tilewise.cli import io_measure
 from tilewise.cli.options import (
     Batch,
     Blocks,
@@ -32,7 +32,7 @@ from tilewise.cli.options import (
     or_else,
     tensors,
 )  # fmt: skip
-from tilewise.cli.output import JsonFile, PlotFile, console, short, table, write_json
+from tilewise.cli.output import JsonFile, PlotFile, console, short, table, write_json, write_plot
 from tilewise.explain import call_of
 from tilewise.io_model import laws
 from tilewise.io_model.gpus import GPUS, KIB, Gpu, gpu_of
@@ -43,6 +43,7 @@ from tilewise.problem import Problem
 from tilewise.spec import BoundSpec
 
 PASSES = ("forward", "backward")
+CHIPS = tuple(KIB << i for i in range(3, 10))  # 8 KiB to 512 KiB
 
 
 @dataclass(frozen=True)
@@ -137,9 +138,22 @@ def io(
         data["laws"] = show_laws()
     if measure:
         data["measured"] = io_measure.run(reports, problem, one, measured_causal)
-    if plot is not None:
-        io_plots.draw(reports, asked, plot)
+    if fixed is None:
+        data["chips"] = by_chip(reports, asked)
+    write_plot(plot, "io", data)
     write_json(json, "io", data)
+
+
+def by_chip(reports: dict[str, Report], asked: Asked) -> dict[str, Any]:
+    """Bytes that the forward pass loads and stores, for chips of several sizes."""
+    sizes = {
+        name: [
+            report(found.system, asked.problem, asked.bound, asked.tiles_of(size), asked.aux).forward.account.bytes
+            for size in CHIPS
+        ]
+        for name, found in reports.items()
+    }
+    return {"kib": [size // KIB for size in CHIPS], "bytes": sizes}
 
 
 def plain_or_causal(found: list[masks.Mask]) -> bool:

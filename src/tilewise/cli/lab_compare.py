@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -33,7 +32,7 @@ from tilewise.cli.lab_common import (
 )
 from tilewise.cli.measure import Samples
 from tilewise.cli.memory import integers
-from tilewise.cli.output import FAILED, JsonFile, PlotFile, console, fail, figure_file, short, stderr, table, write_json
+from tilewise.cli.output import FAILED, JsonFile, PlotFile, console, fail, short, stderr, table, write_json, write_plot
 from tilewise.page import human
 from tilewise.testing import Inputs, Verdict, judge
 from tilewise.training.memory import SavedForBackward
@@ -96,8 +95,7 @@ def compare(
     results = [_result(s, verdicts[s.name], saved, peaks, times) for s in systems]
     data = {"problem": problem, "time": clock(device), "rounds": rounds, "claims": claims, "results": results}
     data["sweep"] = [{"tile": side, **to_dict(samples)} for side, samples in sweep.items()]
-    if plot is not None and times:
-        draw_comparison(saved, times, sweep, problem, plot)
+    write_plot(plot, "lab compare", data)
     write_json(json, "lab compare", data)
     if wrong := [name for name, verdict in verdicts.items() if verdict.complaints]:
         for name in wrong:
@@ -197,44 +195,3 @@ def _show_sweep(sweep: dict[int, dict[str, Samples]], dtype: torch.dtype) -> Non
         rows.append(cells)
     columns = ["tile", "S of it", "forward ms", "over best", "backward ms", "over best"]
     console.print(table(f"{TILED} by tile size", columns, rows, left=0))
-
-
-def draw_comparison(
-    saved: dict[str, int],
-    times: dict[str, dict[str, Samples]],
-    sweep: dict[int, dict[str, Samples]],
-    problem: dict[str, Any],
-    path: Path,
-) -> None:
-    """Bytes kept and time of each system as bars; time against tile size."""
-    names = list(times)
-    with figure_file(path, 12.0, 4.2) as figure:
-        kept, bars, curve = figure.subplots(1, 3)
-        kept.barh(names, [saved[name] / 1e6 for name in names], color=memory.COLOURS[0])
-        kept.set(title="kept for the backward pass", xlabel="MB")
-        for offset, which, colour in ((-0.2, "forward", memory.COLOURS[0]), (0.2, "backward", memory.COLOURS[1])):
-            at = [i + offset for i in range(len(names))]
-            bars.barh(at, [times[name][which].median * 1e3 for name in names], 0.4, color=colour, label=which)
-            sides = list(sweep)
-            points = [sweep[side][which].median * 1e3 for side in sides]
-            curve.plot(sides, points, marker="o", color=colour, label=f"{TILED}, {which}")
-            if BASELINE in times:
-                curve.axhline(
-                    times[BASELINE][which].median * 1e3, color=colour, linestyle=":", label=f"{BASELINE}, {which}"
-                )
-        bars.set_yticks(range(len(names)), names)
-        bars.set(title="time", xlabel="ms")
-        curve.set(
-            title="time against the side of a tile", xlabel="rows and keys of a tile", ylabel="ms", ylim=(0, None)
-        )
-        curve.set_xscale("log", base=2)
-        for axes in (kept, bars):
-            axes.invert_yaxis()
-        bars.legend(fontsize=8)
-        curve.legend(fontsize=8)
-        mask = "causal" if problem["causal"] else "full"
-        figure.suptitle(
-            f"N {problem['N']:,}, D {problem['D']}, {problem['H']} head(s), {problem['dtype']}, {mask}; "
-            f"{clock(problem['device'])}",
-            fontsize=10,
-        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,8 +14,7 @@ from torch import Tensor
 from tilewise import Causal, lab
 from tilewise.cli import gpu
 from tilewise.cli.lab_common import PASSES, Dtype, Rounds, chosen, clock, draw, dtype_for, time_passes, to_dict
-from tilewise.cli.memory import COLOURS
-from tilewise.cli.output import FAILED, JsonFile, PlotFile, console, fail, figure_file, short, stderr, table, write_json
+from tilewise.cli.output import FAILED, JsonFile, PlotFile, console, fail, short, stderr, table, write_json, write_plot
 from tilewise.cli.problems import Shape
 
 GENERATIONS = ("flash1", "flash2", "flash3")
@@ -63,8 +61,7 @@ def generations(
             write_json(json, "lab generations", data, say=False)  # a run cut short leaves its part
     names = [s.name for s in systems]
     _show(data["results"], names, data["geometric_means"])
-    if plot is not None and data["results"]:
-        draw_generations(data["results"], names, plot)
+    write_plot(plot, "lab generations", data)
     write_json(json, "lab generations", data)
     if data["refused"]:
         fail(f"{len(data['refused'])} results are missing or wrong", FAILED)
@@ -126,21 +123,3 @@ def _show(results: Sequence[dict[str, Any]], names: Sequence[str], means: dict[s
     console.print(table("TFLOP/s, in turns", columns, rows, left=2))
     console.print("geometric means: " + ", ".join(f"{name} {mean:.2f}x" for name, mean in means.items()))
     console.print("the papers: " + ", ".join(f"{name} {times}" for name, times in PAPERS.items()))
-
-
-def draw_generations(results: Sequence[dict[str, Any]], names: Sequence[str], path: Path) -> None:
-    """TFLOP/s against sequence length: a row of panels per pass, a column per head dim and mask."""
-    kinds = sorted({(s.D, s.causal) for s in (Shape.parse(r["shape"]) for r in results)})
-    with figure_file(path, 3.2 * len(kinds), 6.0) as figure:
-        panels = figure.subplots(2, len(kinds), squeeze=False, sharey="row")
-        for row, which in zip(panels, PASSES, strict=True):
-            for axes, (D, causal) in zip(row, kinds, strict=True):
-                for name, colour in zip(names, COLOURS, strict=False):
-                    shapes = [(Shape.parse(r["shape"]), r["tflops"]) for r in results if r["pass"] == which]
-                    line = sorted((s.S, t[name]) for s, t in shapes if (s.D, s.causal) == (D, causal) and name in t)
-                    axes.plot([n for n, _ in line], [rate for _, rate in line], marker=".", color=colour, label=name)
-                axes.set_xscale("log", base=2)
-                axes.set(title=f"{which}, D {D}, {'causal' if causal else 'full'}", xlabel="tokens of a sequence")
-                axes.set_ylim(bottom=0)
-            row[0].set_ylabel("TFLOP/s")
-        panels[0, 0].legend(fontsize=7)

@@ -14,7 +14,7 @@ from tilewise import cost, lab
 from tilewise.cli import memory as points_of
 from tilewise.cli.lab_common import Batch, Device, Dim, Dtype, Heads, System, chosen, dtype_for
 from tilewise.cli.memory import LENGTHS, integers
-from tilewise.cli.output import JsonFile, PlotFile, console, short, stderr, table, write_json
+from tilewise.cli.output import JsonFile, PlotFile, console, short, stderr, table, write_json, write_plot
 from tilewise.page import human
 from tilewise.problem import Problem
 
@@ -62,12 +62,9 @@ def memory(
         _show(points, names, what, total, shared)
     reached = ", ".join(f"{n:,} ({name})" for name, n in limits.items())
     console.print(f"A training step fits in {human(total, 'B')} up to N = {reached}")
-    if plot is not None:
-        points_of.draw(points, total, plot, names)
-    write_json(
-        json, "lab memory",
-        {"problem": shared, "memory_bytes": total, "out_of_memory_at": limits, "points": points},
-    )  # fmt: skip
+    data = {"problem": shared, "memory_bytes": total, "out_of_memory_at": limits, "points": points}
+    write_plot(plot, "lab memory", data)
+    write_json(json, "lab memory", data)
 
 
 def _point(n: int, problem: Problem, systems: Sequence[lab.System]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -28,8 +27,7 @@ from tilewise.cli.lab_common import (
     time_passes,
     to_dict,
 )
-from tilewise.cli.memory import COLOURS
-from tilewise.cli.output import FAILED, JsonFile, PlotFile, console, fail, figure_file, short, stderr, table, write_json
+from tilewise.cli.output import FAILED, JsonFile, PlotFile, console, fail, short, stderr, table, write_json, write_plot
 from tilewise.masks import Blocks
 from tilewise.page import human
 from tilewise.testing import Inputs, judge
@@ -101,12 +99,9 @@ def sparsity(
             fits[f"{name} {which}"] = fit(rows, lambda row, n=name, w=which: row["systems"][n][w]["seconds"])
     _show(rows, names, problem)
     _show_fits(fits)
-    if plot is not None:
-        draw_lines(rows, names, fits, problem, plot)
-    write_json(
-        json, "lab sparsity",
-        {"problem": problem, "time": clock(device), "rounds": rounds, "fits": fits, "points": rows},
-    )  # fmt: skip
+    data = {"problem": problem, "time": clock(device), "rounds": rounds, "fits": fits, "points": rows}
+    write_plot(plot, "lab sparsity", data)
+    write_json(json, "lab sparsity", data)
 
 
 def make_patterns(N: int, block: int, device: str) -> list[Pattern]:
@@ -173,28 +168,3 @@ def _show_fits(fits: dict[str, dict[str, float]]) -> None:
         ]
         lines.append([name, *cells, f"{line['r2']:.4f}"])
     console.print(table("Straight lines: at density 0, and what density 1 adds", ["", "at 0", "to 1", "r^2"], lines))
-
-
-def draw_lines(
-    rows: Sequence[dict[str, Any]], names: Sequence[str], fits: dict[str, Any], problem: dict[str, Any], path: Path
-) -> None:
-    """Time against density with the fitted lines, a panel for each pass; markers by family."""
-    marks = dict(zip(dict.fromkeys(row["family"] for row in rows), "os^", strict=True))
-    with figure_file(path, 9.0, 4.2) as figure:
-        for axes, which in zip(figure.subplots(1, 2), PASSES, strict=True):
-            for name, colour in zip(names, COLOURS, strict=False):
-                line = fits[f"{name} {which}"]
-                for family, mark in marks.items():
-                    points = [
-                        (r["density"], r["systems"][name][which]["seconds"] * 1e3)
-                        for r in rows
-                        if r["family"] == family
-                    ]
-                    axes.scatter(*zip(*points, strict=True), color=colour, marker=mark, s=22, label=f"{name}, {family}")
-                ends = [1e3 * (line["intercept"] + line["slope"] * x) for x in (0.0, 1.0)]
-                axes.plot((0, 1), ends, color=colour, lw=1, label=f"line, r² = {line['r2']:.4f}")
-            axes.set(title=which, xlabel="share of tiles that is kept", ylabel="ms", xlim=(0, None), ylim=(0, None))
-            axes.legend(fontsize=7)
-        figure.suptitle(
-            f"N {problem['N']:,}, D {problem['D']}, {problem['dtype']}; {clock(problem['device'])}", fontsize=10
-        )

@@ -22,6 +22,7 @@ COMMANDS = {
     "bench": "Speed against PyTorch's own attention, forward and backward.",
     "memory": "Memory against sequence length, tilewise and standard attention.",
     "lab": "The systems of the papers side by side: exactness, bytes, time, generations, sparsity.",
+    "report": "One page of pictures and tables from the JSON files of the other commands.",
     "train": "Train a small language model on a text of yours.",
     "sample": "Write text with a trained model.",
     "compare": "One model with several attentions and seeds: do they learn the same?",

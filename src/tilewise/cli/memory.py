@@ -23,23 +23,20 @@ from tilewise.cli.output import (
     console,
     dtype_of,
     fail,
-    figure_file,
     memory_bytes,
     stderr,
     table,
     write_json,
+    write_plot,
 )
 from tilewise.page import human
 from tilewise.problem import Problem
+from tilewise.report.memory import PAPER, is_papers, needed
 from tilewise.spec import AttentionSpec, MaskTerm
 
 SHARE = 0.6  # of the memory that is free: a measured point may not push other programs out
 WHO = ("tilewise", "standard")
-COLOURS = ("#2a6f97", "#d1495b", "#edae49", "#66a182", "#8d6a9f", "#9a6324", "#30323d", "#c08497")
 LENGTHS = ",".join(str(1024 << i) for i in range(11))
-#: MB in all of a training step of FlashAttention in its paper (Dao et al. 2022, appendix): 16 sequences, 8 heads of 64.
-PAPER_PROBLEM = (16, 8, 64)
-PAPER = {1024 << i: 209 << i for i in range(7)}
 
 
 def memory(
@@ -84,14 +81,13 @@ def memory(
     total = memory_of(device) if gib is None else round(gib * 2**30)
     limits = {who: cost.out_of_memory_point(problems[ns[0]], total, who == "standard") for who in WHO}
     _show(points, limits, total)
-    if (batch, heads, dim) == PAPER_PROBLEM and dtype_of(dtype).itemsize == 2:
+    if is_papers(shared):
         _show_paper(points)
     slopes = _slopes(points)
     for line in slopes.values():
         console.print(line)
-    if plot is not None:
-        draw(points, total, plot)
     data = {"problem": shared, "memory_bytes": total, "out_of_memory_at": limits, "points": points, "growth": slopes}
+    write_plot(plot, "memory", data)
     write_json(json, "memory", data)
 
 
@@ -115,11 +111,6 @@ def _model(n: int, problem: Problem) -> dict[str, Any]:
     found = {"tilewise": cost.memory(problem, 0, cost.workers_of(problem)), "standard": cost.standard_memory(problem)}
     computed = {who: {"saved": m.saved, "peak": max(m.peak_forward, m.peak_backward)} for who, m in found.items()}
     return {"N": n, "tensors": 2 * cost.tensor_bytes(problem), "computed": computed, "measured": {}}
-
-
-def needed(point: dict[str, Any], who: str) -> int:
-    """Bytes of a training step in all."""
-    return point["tensors"] + point["computed"][who]["peak"]
 
 
 def fits(point: dict[str, Any], who: str, device: str) -> bool:
@@ -199,19 +190,3 @@ def _slopes(points: Sequence[dict[str, Any]]) -> dict[str, str]:
         lengths = ", ".join(f"{longest << i:,}" for i in range(3))
         lines[who] = f"{who} grows over N = {lengths}: {'; '.join(parts)}; linear is x2, quadratic x4"
     return lines
-
-
-def draw(points: Sequence[dict[str, Any]], total: int, path: Path, who_all: Sequence[str] = WHO) -> None:
-    """Computed bytes as lines, measured ones as dots, crosses where memory does not suffice; both axes logarithmic."""
-    with figure_file(path, 9.0, 4.2) as figure:
-        for axes, what in zip(figure.subplots(1, 2), ("saved", "peak"), strict=True):
-            for who, colour in zip(who_all, COLOURS, strict=False):
-                axes.plot([p["N"] for p in points], [p["computed"][who][what] for p in points], color=colour, label=who)
-                dots = [(p["N"], p["measured"][who][what]) for p in points if who in p["measured"]]
-                axes.scatter(*zip(*dots, strict=True) if dots else ([], []), color=colour, s=18)
-                beyond = [(p["N"], p["computed"][who][what]) for p in points if needed(p, who) > total]
-                axes.scatter(*zip(*beyond, strict=True) if beyond else ([], []), color=colour, s=30, marker="x")
-            axes.axhline(total, color="grey", linestyle=":", label="memory of this machine")
-            axes.set(xscale="log", yscale="log", xlabel="sequence length N", ylabel="bytes")
-            axes.set_title({"saved": "saved for backward", "peak": "peak beyond outputs and gradients"}[what])
-            axes.legend(loc="upper left", fontsize=8)

@@ -118,6 +118,21 @@ def figure_file(path: Path, width: float = 7.0, height: float = 4.5) -> Iterator
     console.print(f"wrote {path}")
 
 
+def write_plot(path: Path | None, command: str, data: dict[str, Any]) -> None:
+    """Draw what a command's results show, the pictures of `tilewise report` in one file; no path, no file."""
+    if path is None:
+        return
+    require("matplotlib", "--plot", "plot")
+    from tilewise.report import kinds, picture  # noqa: PLC0415  as above
+
+    section = kinds.section_of({"command": command, **data})
+    if not section.panels:
+        stderr.print("there is nothing to draw")
+        return
+    picture.save(section.panels, path, f"{section.heading}. {section.problem}")
+    console.print(f"wrote {path}")
+
+
 def require(package: str, what: str, extra: str) -> None:
     """Fail with the command that installs an optional package."""
     if importlib.util.find_spec(package) is None:

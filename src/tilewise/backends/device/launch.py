@@ -11,6 +11,8 @@ import triton  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from triton.runtime import _allocation  # pyright: ignore[reportMissingImports]
 
+from .assembler import sound_assembler
+
 
 class Launcher:
     """Starts one kernel and remembers what Triton compiled for each key.
@@ -35,7 +37,8 @@ class Launcher:
         compiled = self._compiled.get(key)
         if compiled is None:
             _provide_scratch()
-            compiled = kernel[(grid,)](*args, **options)
+            with sound_assembler():
+                compiled = kernel[(grid,)](*args, **options)
             if compiled is not None:  # the interpreter compiles nothing
                 self._compiled[key] = compiled
         else:
@@ -75,10 +78,13 @@ def layout_key(*tensors: Tensor | None) -> tuple:
     return tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16, x.device) for x in tensors)
 
 
+_HERE = nullcontext()
+
+
 def on_device(x: Tensor) -> AbstractContextManager:
     """Make the device of `x` the current one: kernels start there. Nothing to do where it already is, which is cheaper."""
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return nullcontext()
+        return _HERE
     return torch.cuda.device(x.device)
 
 

@@ -16,6 +16,9 @@ class ForwardConfig:
         stages: tiles of keys, and of values, in shared memory.
         registers: of a consumer's thread; the producer has the rest.
         early: half of the exponentials are computed before the wait for the previous product.
+        query_stages: consumers' tiles of queries in shared memory; more than `groups`, and the next ones come early.
+        turns: consumers issue products in turns, so that one computes products while another exponentiates.
+        draws: programs draw their work from a counter; else they share it out beforehand.
         shares_out: the output leaves through the queries' shared memory.
     """
 
@@ -24,6 +27,9 @@ class ForwardConfig:
     stages: int
     registers: int
     early: bool
+    query_stages: int
+    turns: bool = True
+    draws: bool = True
     shares_out: bool = False
 
     def __post_init__(self):
@@ -111,11 +117,13 @@ def forward_config(D: int, Dv: int) -> ForwardConfig:
     """For tiles of the larger of the two head dims."""
     dim = max(padded(D), padded(Dv))
     if dim == 64:  # 557 / 578; 4 stages 551 / 564 against 548 / 565 in another run
-        return ForwardConfig(groups=3, block_n=128, stages=2, registers=160, early=False)
+        return ForwardConfig(groups=3, block_n=128, stages=2, registers=160, early=False, query_stages=3)
     if dim == 128:  # 752 / 751
-        return ForwardConfig(groups=2, block_n=128, stages=2, registers=240, early=True)
+        return ForwardConfig(groups=2, block_n=128, stages=2, registers=240, early=True, query_stages=2)
     # 817 / 830; early off 796 / 811 and 240 registers 797 / 808 against 792 / 811 in another run
-    return ForwardConfig(groups=2, block_n=64, stages=2, registers=232, early=True, shares_out=padded(D) == padded(Dv))
+    return ForwardConfig(
+        groups=2, block_n=64, stages=2, registers=232, early=True, query_stages=2, shares_out=padded(D) == padded(Dv)
+    )
 
 
 @lru_cache(maxsize=1024)

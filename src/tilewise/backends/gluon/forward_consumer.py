@@ -32,7 +32,7 @@ class Shared:
     keys: Ring
     values: Ring
     out: gl.shared_memory_descriptor
-    noted: gl.shared_memory_descriptor  # 1 where some rows need `repair`
+    noted: gl.shared_memory_descriptor  # of each consumer the last of its notes: see `write`
 
     @gluon.constexpr_function
     def __init__(self, queue, queries, keys, values, out, noted):
@@ -102,10 +102,12 @@ def first_tile(GROUP: gl.constexpr, shared, at, item, j, masked, q, interval, sc
     BLOCK_N: gl.constexpr = CFG.block_n
     keys = shared.keys
     keys.wait(at)
-    await_turn(GROUP)
+    if CFG.turns:
+        await_turn(GROUP)
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
     s = warpgroup_mma(q, keys.tile(at).permute((1, 0)), zero, use_acc=False, is_async=True)
-    give_turn((GROUP + 1) % CFG.groups)
+    if CFG.turns:
+        give_turn((GROUP + 1) % CFG.groups)
     s = warpgroup_mma_wait(0, [s])
     keys.free(at)
     s = tile_scores(GROUP, s, j, masked, shared.queue, item, interval, scoring)
@@ -128,12 +130,14 @@ def sweep(
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
     while j >= first:
         keys.wait(at + 1)
-        await_turn(GROUP)
+        if CFG.turns:
+            await_turn(GROUP)
         s = warpgroup_mma(q, keys.tile(at + 1).permute((1, 0)), zero, use_acc=False, is_async=True)
         values.wait(at)
         operand = unpacked(p, DTYPE, OPERAND)
         acc = warpgroup_mma(operand, values.tile(at), acc, is_async=True)
-        give_turn((GROUP + 1) % CFG.groups)
+        if CFG.turns:
+            give_turn((GROUP + 1) % CFG.groups)
         s = warpgroup_mma_wait(1, [s])
         keys.free(at + 1)
         if has_bounds(interval):
@@ -170,8 +174,9 @@ def skip(GROUP: gl.constexpr, shared, at, number, CFG: gl.constexpr):
     """Let tiles pass that other consumers need."""
     for _ in range(number):
         shared.keys.wait(at)
-        await_turn(GROUP)
-        give_turn((GROUP + 1) % CFG.groups)
+        if CFG.turns:
+            await_turn(GROUP)
+            give_turn((GROUP + 1) % CFG.groups)
         shared.keys.free(at)
         shared.values.wait(at)
         shared.values.free(at)
@@ -203,8 +208,11 @@ def finish(base, total, sinks, h):
 
 
 @gluon.jit
-def write(GROUP: gl.constexpr, o_desc, lse, max_logit, notes, shared, item, acc, norm, row_lse, top):
-    """o = norm acc, lse and the largest score; rows whose o is not finite are noted, they need `repair`."""
+def write(GROUP: gl.constexpr, o_desc, lse, max_logit, notes, shared, item, out, acc, norm, row_lse, top):
+    """o = norm acc through the shared memory `out`, lse and the largest score.
+
+    Rows whose o is not finite are noted, they need `repair`. A note holds the number of the one before it, -1 the first.
+    """
     queue = shared.queue
     LINE: gl.constexpr = row_lse.type.layout
     b, h, q_start, q_len = queue.word(item, B), queue.word(item, H), queue.word(item, Q_START), queue.word(item, Q_LEN)
@@ -212,10 +220,11 @@ def write(GROUP: gl.constexpr, o_desc, lse, max_logit, notes, shared, item, acc,
     broken = gl.convert_layout(gl.sum(acc * 0.0, 1), LINE, assert_trivial=True)  # NaN where acc is not finite
     whole = (broken == 0.0) | (row_lse != row_lse)
     if gl.max(gl.where(whole, 0, 1), 0) > 0:
-        gl.store(notes + queue.word(item, NOTE) + GROUP, gl.program_id(0))
-        shared.noted.store(gl.full([1], 1, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
+        ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        last, note = shared.noted.index(GROUP), queue.word(item, NOTE) + GROUP
+        gl.store(notes + note, gl.max(last.load(ONE), 0))
+        last.store(gl.full([1], 0, gl.int32, ONE) + note)
     else:
-        out = shared.out.index(GROUP)
         factor = gl.convert_layout(norm, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)
         out.reshape(acc.type.shape).store((acc * factor[:, None]).to(out.dtype))
         fence_async_shared()
@@ -236,8 +245,7 @@ def consume(
     BLOCK_DV: gl.constexpr = shared.out.shape[len(shared.out.shape) - 1]
     O_LAYOUT: gl.constexpr = product_layout(BLOCK_DV)
     queue, queries, values = shared.queue, shared.queries, shared.values
-    q = queries.tile(GROUP)
-    if GROUP == CFG.groups - 1:
+    if CFG.turns and GROUP == CFG.groups - 1:
         give_turn(0)
     item = 0
     at = 0
@@ -245,7 +253,9 @@ def consume(
     while queue.word(item, ROW) >= 0:
         first, full_first, full_last, last = own_tiles(GROUP, queue, item, interval, CFG.block_n)
         at = skip(GROUP, shared, at, queue.word(item, LAST) - last, CFG)
-        queries.wait(item * CFG.groups + GROUP)
+        copy = item * CFG.groups + GROUP
+        queries.wait(copy)
+        q = queries.tile(copy)
         j = last - 1
         masked = (j >= full_last) | (j < full_first)
         p, base, total, top = first_tile(GROUP, shared, at, item, j, masked, q, interval, scoring, CFG)
@@ -271,7 +281,7 @@ def consume(
             CFG,
         )
         if not CFG.shares_out:
-            queries.free(item * CFG.groups + GROUP)
+            queries.free(copy)
         values.wait(at)
         operand = unpacked(p, values.tiles.dtype, gl.DotOperandLayout(0, O_LAYOUT, 2))
         acc = warpgroup_mma(operand, values.tile(at), acc, is_async=True)
@@ -280,13 +290,14 @@ def consume(
         acc, operand = warpgroup_mma_wait(0, [acc, operand])
         values.free(at)
         at = skip(GROUP, shared, at + 1, first - queue.word(item, FIRST), CFG)
-        write(GROUP, o_desc, lse, max_logit, notes, shared, item, acc, norm, row_lse, top)
+        out = shared.out.index(copy % shared.out.shape[0])
+        write(GROUP, o_desc, lse, max_logit, notes, shared, item, out, acc, norm, row_lse, top)
         if CFG.shares_out:
             tma.store_wait(0)
-            queries.free(item * CFG.groups + GROUP)
+            queries.free(copy)
         queue.free(item)
         item += 1
         queue.wait(item)
     tma.store_wait(0)
-    if GROUP == 0:
+    if CFG.turns and GROUP == 0:
         await_turn(0)

@@ -6,7 +6,7 @@ from triton.experimental.gluon import language as gl
 from tilewise.backends.device.portable import kv_tile_range, work_order
 from tilewise.backends.device.seqinfo import row_interval, sequence
 
-from .pipeline import draw, tma_start
+from .pipeline import next_place, tma_start
 
 ROWS = gl.constexpr(64)  # of one consumer: those of one warpgroup's products
 
@@ -36,7 +36,11 @@ def produce(
     q_desc, k_desc, v_desc, lse, counter, lengths, interval, shared, heads, group, tiles, together, all_heads,
     CFG: gl.constexpr,
 ):  # fmt: skip
-    """Find out what is to do, and start the copies: queries, then keys and values, the last tile first."""
+    """Find out what is to do, and start the copies: of keys and values the last tile first.
+
+    Consumers may be an item behind. What they wait for first comes first: keys, then queries; and the next item is drawn
+    while they are busy with the last tiles of this one.
+    """
     GROUPS: gl.constexpr = CFG.groups
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     BLOCK_N: gl.constexpr = CFG.block_n
@@ -53,13 +57,18 @@ def produce(
             last = gl.maximum(span.last, first + 1)  # consumers count on one tile, be it masked
             lse_start = b * lse.batch + h * lse.head + q_start + row
             shared.queue.put(item, (row, b, h, q_start, q_len, k_len, shift, first, last, lse_start, place * GROUPS))
-            for g in gl.static_range(GROUPS):
-                shared.queries.fill(item * GROUPS + g, q_desc, tma_start(q_desc, b, h, q_start, q_len, row + g * ROWS))
             for n in range(last - first):
                 key = (last - 1 - n) * BLOCK_N
                 shared.keys.fill(at, k_desc, tma_start(k_desc, b, h // group, k_start, k_len, key))
+                if n == 0:
+                    for g in gl.static_range(GROUPS):
+                        start = tma_start(q_desc, b, h, q_start, q_len, row + g * ROWS)
+                        shared.queries.fill(item * GROUPS + g, q_desc, start)
+                if n == last - first - 1:
+                    place = next_place(counter, place)
                 shared.values.fill(at, v_desc, tma_start(v_desc, b, h // group, k_start, k_len, key))
                 at += 1
             item += 1
-        place = draw(counter)
+        else:
+            place = next_place(counter, place)
     shared.queue.put(item, (-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0))

@@ -12,7 +12,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 FIRST_TURN = gl.constexpr(8)  # named barriers: Triton itself takes those of the lowest numbers, one for each partition
-COUNTER_START = gl.constexpr(-1)
 RAGGED = gl.constexpr(2**30)  # see `tma_start`
 QUEUED = gl.constexpr(2)  # work items on their way from producer to consumers
 
@@ -116,9 +115,17 @@ def give_turn(GROUP: gl.constexpr):
 
 
 @gluon.jit
-def draw(counter):
-    """The next work item, for programs that begin with number `program_id`; the counter starts at COUNTER_START."""
-    return gl.atomic_add(counter, 1) - COUNTER_START + gl.num_programs(0)
+def next_place(counter, place):
+    """Which work item follows number `place`, for programs that begin with number `program_id`.
+
+    Drawn from a counter that starts at 0; without one programs take turns, there and back, so that a long item in one
+    round goes with a short one in the next.
+    """
+    programs = gl.num_programs(0)
+    if counter is None:
+        return (place // programs + 2) * programs - 1 - place % programs
+    else:
+        return gl.atomic_add(counter, 1) + programs
 
 
 @aggregate

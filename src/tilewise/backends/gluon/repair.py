@@ -62,16 +62,14 @@ def repair_row(
 
 @gluon.jit
 def repair_noted(
-    q, k, v, o, lse, notes, lengths, interval, scoring, heads, group, tiles, together, all_heads, D, DV,
+    q, k, v, o, lse, notes, note, lengths, interval, scoring, heads, group, tiles, together, all_heads, D, DV,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """All rows that consumers of this program have noted."""
-    for note in range(tiles * all_heads * GROUPS):
-        if gl.load(notes + note) == gl.program_id(0):
-            i, b, h = row_tile(note // GROUPS, tiles, heads, together, all_heads)
-            _, q_len, _, _, _ = sequence(lengths, b)
-            first = (i * GROUPS + note % GROUPS) * ROWS
-            for index in range(first, gl.minimum(first + ROWS, q_len)):
-                repair_row(
-                    q, k, v, o, lse, lengths, interval, scoring, b, h, h // group, index, D, DV, BLOCK_D, BLOCK_DV
-                )
+    """All rows that a consumer of this program has noted: `note` is its last one."""
+    while note >= 0:
+        i, b, h = row_tile(note // GROUPS, tiles, heads, together, all_heads)
+        _, q_len, _, _, _ = sequence(lengths, b)
+        first = (i * GROUPS + note % GROUPS) * ROWS
+        for index in range(first, gl.minimum(first + ROWS, q_len)):
+            repair_row(q, k, v, o, lse, lengths, interval, scoring, b, h, h // group, index, D, DV, BLOCK_D, BLOCK_DV)
+        note = gl.load(notes + note)
