@@ -8,10 +8,10 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-import triton
-import triton.language as tl
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore[reportMissingImports]
 
 from .launch import tma
 
