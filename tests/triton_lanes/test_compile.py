@@ -87,6 +87,16 @@ def test_hopper_kernels_use_wgmma_and_do_not_spill():
         assert spilled_bytes(kernel) == 0, kernel.name
 
 
+@pytest.mark.parametrize("D", [64, 128])
+def test_short_sequences_leave_room_for_three_programs(D):
+    """A multiprocessor has 65,536 registers and 228 KiB of shared memory, 1 KiB of it for each program."""
+    case = Case("short", Sq=512, H=2, D=D, mask=(CAUSAL,))
+    forward = compile_call(make_inputs(case, torch.bfloat16), "sm_90")[0]
+    assert forward.metadata.maxnreg == 168
+    assert 3 * (forward.metadata.shared + 1024) <= 228 << 10
+    assert spilled_bytes(forward) == 0
+
+
 def test_lengths_do_not_recompile():
     """Fifty lengths share their kernels; Triton itself tells lengths that divide by 16 from others."""
     found = {}
