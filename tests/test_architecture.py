@@ -40,7 +40,7 @@ LAYERS = (
         "report",
         "training",
         "",
-    ),  # fmt: skip
+    ),
 )
 #: Rows whose modules may import each other (packages of the top row are whole programs).
 TOP = len(LAYERS) - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -11,7 +12,7 @@ import typer
 import tilewise
 from tilewise import masks
 from tilewise.call import problem_of
-from tilewise.cli import io_measure
+from tilewise.cli import io_measure, io_simulate
 from tilewise.cli.options import (
     Batch,
     Blocks,
@@ -94,7 +95,14 @@ def io(
     block_n: Annotated[int | None, typer.Option(help="Keys of a tile.", show_default="by the SRAM")] = None,
     tensors_too: Annotated[bool, typer.Option("--tensors", help="Also loads and stores of each tensor.")] = False,
     fits: Annotated[bool, typer.Option("--laws/--no-laws", help="Fit exponents in N, d and M (5 seconds).")] = True,
+    simulate: Annotated[
+        bool,
+        typer.Option("--simulate", help="Also execute small problems with a counted memory: counts must be equal."),
+    ] = False,
     measure: Annotated[bool, typer.Option("--measure", help="Also read hardware counters, with ncu on a GPU.")] = False,
+    counted: Annotated[
+        Path | None, typer.Option(help="Instead: take the counters from this result of --measure.", show_default=False)
+    ] = None,
     json: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
@@ -113,12 +121,14 @@ def io(
     fixed = None if block_m is None or block_n is None else (block_m, block_n)
     if (fixed is not None and min(fixed) < 1) or (sram is not None and sram < 1):
         raise ValueError("--block-m, --block-n and --sram must be >= 1")
-    if measure:
+    earlier = None if counted is None else io_measure.stored(counted)
+    if measure and earlier is None:
         io_measure.check()
     keys, tile = or_else(sk, sq), fixed or (128, 128)
     found: list[masks.Mask] = [tilewise.Causal("top_left" if top_left else None)] if causal or top_left else []
     found += masks_of(sq, keys, window, prefix, chunk, documents, blocks, tile)
-    measured_causal = measure and plain_or_causal(found)
+    with_counters = measure or earlier is not None
+    measured_causal = with_counters and plain_or_causal(found)
     call, _ = call_of(
         *tensors(batch, sq, keys, heads, kv_heads, dim, value_dim, dtype),
         {"mask": masks.And(tuple(found)) if found else None, "dropout_p": dropout},
@@ -136,8 +146,11 @@ def io(
     _show(reports, asked, tensors_too)
     if fits:
         data["laws"] = show_laws()
-    if measure:
-        data["measured"] = io_measure.run(reports, problem, one, measured_causal)
+    if simulate:
+        data["simulated"] = io_simulate.run(chosen)
+    if with_counters:
+        data["measured"] = io_measure.run(reports, problem, one, measured_causal, earlier)
+        data |= {} if earlier is None else {"counted_on": earlier.get("counted_on", earlier["machine"])}
     if fixed is None:
         data["chips"] = by_chip(reports, asked)
     write_plot(plot, "io", data)

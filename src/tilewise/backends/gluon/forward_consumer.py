@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
+from tilewise.backends.device.descriptors import tma_start
 from tilewise.backends.device.rows import down
 from tilewise.backends.device.scoremods import scores
 from tilewise.backends.device.seqinfo import row_interval
@@ -16,7 +17,7 @@ from tilewise.backends.device.softmax import LN2, finish_softmax
 from tilewise.backends.device.structs import Rows
 
 from .forward_producer import FIRST, K_LEN, LAST, LSE, Q_LEN, Q_START, ROW, ROWS, SHIFT, B, H, tile_range
-from .pipeline import Queue, Ring, all_written, await_turn, give_turn, tma_start
+from .pipeline import Queue, Ring, all_written, await_turn, give_turn
 from .registers import columns_from, exp2_early, halves, joined, keep_columns, packed, rescale, thread_sums, unpacked
 
 LOWEST = gl.constexpr(-3.0e38)  # a finite start of the maximum: differences with it are never NaN

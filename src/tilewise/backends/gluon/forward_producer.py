@@ -3,10 +3,11 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.backends.device.descriptors import tma_start
 from tilewise.backends.device.portable import kv_tile_range, work_order
 from tilewise.backends.device.seqinfo import row_interval, sequence
 
-from .pipeline import next_place, tma_start
+from .pipeline import next_place
 
 ROWS = gl.constexpr(64)  # of one consumer: those of one warpgroup's products
 
