@@ -299,8 +299,7 @@ def consume(
     while more:
         keys.free(at)
         j = last - 1
-        masked = (j >= full_last) | (j < full_first)
-        s = tile_scores(GROUP, s, j, masked, queue, item, interval, scoring)
+        s = tile_scores(GROUP, s, j, (j >= full_last) | (j < full_first), queue, item, interval, scoring)
         p, base, total, top = first_weights(s, scoring, values.tiles.dtype)
         acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, O_LAYOUT)
         copy = item * CFG.groups + GROUP
