@@ -201,7 +201,8 @@ def _batches(point: dict[str, Any], who: Sequence[str]) -> Panel:
             line = sizes[name]
             look = {"color": picture.colour(name), "marker": picture.marker(name)}
             axes.plot([n for n, _ in line], [b for _, b in line], label=name, **look)
-        axes.set(yscale="log", ylabel="largest batch")
+        axes.set_yscale("log", base=2)
+        axes.set_ylabel("largest batch")
         axes.yaxis.set_major_formatter("{x:,.0f}")
         picture.lengths(axes, [int(n) for n in point["largest_batch"]])
         axes.legend()
