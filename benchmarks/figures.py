@@ -105,6 +105,28 @@ def lab(name: str = "lab-compare-cpu-zen3", sparse: str = "lab-sparsity-cpu-zen3
     return "\n".join(lines)
 
 
+def gpu(name: str = "bench-h200") -> str:
+    """TFLOP/s of docs/performance.md: a row for each problem and pass."""
+    data = stored(name)
+    m = data["machine"]
+    who = list(dict.fromkeys(one for r in data["results"] for one in r["tflops"]))
+    lines = [
+        f"TFLOP/s on one {m['gpu']} ({data['rounds']} round(s) in turns, torch {m['torch']}, {m['date'][:10]}; "
+        f"`tilewise bench --device cuda`, `benchmarks/results/{name}.json`):",
+        "",
+        f"| batch x heads x seqlen x head dim | dtype | pass | {' | '.join(who)} |",
+        "|---|---|---|" + "---|" * len(who),
+    ]
+    for r in data["results"]:
+        rates = (f"{r['tflops'][one]:.0f}" if one in r["tflops"] else "-" for one in who)
+        lines.append(f"| {r['shape']} | {r['dtype']} | {r['pass']} | {' | '.join(rates)} |")
+    means = (f"{what} {mean:.2f}x" for what, mean in data["geometric_means"].items())
+    lines += ["", f"Geometric means of speed: {', '.join(means)}."]
+    if data.get("note"):
+        lines += ["", data["note"]]
+    return "\n".join(lines)
+
+
 def markdown() -> str:
     """All figures of the README."""
     return "\n\n".join([speed("bench-cpu-zen3"), speed("bench-cpu-emerald-rapids"), memory()])
@@ -114,3 +136,5 @@ if __name__ == "__main__":
     print(markdown())
     print("\n---- docs/lab.md ----\n")
     print(lab())
+    print("\n---- docs/performance.md ----\n")
+    print(gpu())

@@ -43,7 +43,10 @@ def look(started, page_file, size, scheme="light"):
     """Open a file at this size, return (page, complaints): console messages, errors, requests beyond the file itself."""
     width, height = size
     context = started.new_context(
-        viewport={"width": width, "height": height}, color_scheme=scheme, device_scale_factor=2 if width < 600 else 1
+        viewport={"width": width, "height": height},
+        color_scheme=scheme,
+        device_scale_factor=2 if width < 600 else 1,
+        offline=True,
     )
     page, complaints = context.new_page(), []
     page.on("console", lambda message: complaints.append(f"console {message.type}: {message.text}"))

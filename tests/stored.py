@@ -64,7 +64,7 @@ def _of_a_cpu(folder: Path) -> None:
     _run(folder, "lab-compare", "lab", "compare", *sizes, "--tiles", "32,64")
     _run(folder, "lab-sparsity", "lab", "sparsity", "-n", 256, "-D", 16, "--block", 32, "--rounds", 1)
     _run(folder, "lab-memory", "lab", "memory", "--lengths", "256,65536", "--measure-up-to", 256, "--gib", 4, "-D", 16)
-    _run(folder, "io", "io", "-B", 1, "-H", 2, "--sq", 256)
+    _run(folder, "io", "io", "-B", 1, "-H", 2, "--sq", 256, "--simulate")
     _run(folder, "fit", "fit", "--gpu", "t4", "--model", "all", "--contexts", "1024,8192")
     _run(folder, "compare", "compare", "--context", 32, "--batch", 2, "--steps", 5, "--data", texts, "--seeds", 2)
 

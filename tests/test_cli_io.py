@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_cli import error, run
 
-from tilewise.cli import io_measure
+from tilewise.cli import io_measure, io_simulate
 from tilewise.io_model import counters
 from tilewise.io_model.gpus import gpu_of
 
@@ -33,6 +33,16 @@ def test_io_of_other_problems():
     assert "16x16" in run(*args, "--blocks", "butterfly", "--block-m", 16, "--block-n", 16)
     assert "document" in run(*args, "--documents", "100,412", "--sram", 16)
     assert "mi300x" not in run(*args, "--gpu", "mi300x", "--value-dim", 32)
+
+
+def test_io_executes_small_problems(tmp_path, monkeypatch):
+    args = ("io", "--no-laws", "--simulate", "--json", tmp_path / "io.json")
+    assert "executed with a counted memory" in run(*args)
+    rows = json.loads((tmp_path / "io.json").read_text())["simulated"]
+    assert {row["system"] for row in rows} == {"standard", "flash1", "flash2", "flash3", "triton"}
+    assert all(row["formula"] == row["executed"] > 0 for row in rows) and len(rows) == 80
+    monkeypatch.setattr(io_simulate, "_counts", lambda *_: {"forward": (1, 2)})
+    assert "counts differ from their formulas" in error(*args, code=1)
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,8 @@ def test_the_page_is_one_file_with_pictures_beside_it(page):
     assert [base64.b64decode(data) for data, _ in images] == [(out / name).read_bytes() for name in names]
     assert all(alt.endswith(".") for _, alt in images)
     assert not re.search(r'(?:src|href)="(?!data:|#)', text) and "url(" not in text
+    anchors = set(re.findall(r'href="#([^"]+)"', text))
+    assert anchors and anchors <= set(re.findall(r'id="([^"]+)"', text))
     assert '<meta name="viewport"' in text and "prefers-color-scheme: dark" in text
 
 

@@ -38,8 +38,22 @@ def _load_cpu() -> Backend:
 
 @while_tracing
 def _triton_requires() -> str | None:
+    return _no_triton()
+
+
+@lru_cache(maxsize=1)
+def _no_triton() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; it comes with PyTorch for CUDA or ROCm"
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return None
+    from tilewise.backends.device.assembler import sound_ptxas  # noqa: PLC0415  only where there is a GPU
+
+    hopper = any(torch.cuda.get_device_capability(i)[0] == 9 for i in range(torch.cuda.device_count()))
+    if hopper and sound_ptxas() is None:
+        return (
+            "its ptxas is older than 12.9, which makes wrong code for Hopper: upgrade triton, or set TRITON_PTXAS_PATH"
+        )
     return None
 
 
@@ -66,7 +80,7 @@ def _gluon_requires() -> str | None:
 
 @lru_cache(maxsize=1)
 def _no_gluon() -> str | None:
-    if (reason := _triton_requires()) is not None:
+    if (reason := _no_triton()) is not None:
         return reason
     try:
         version = importlib.metadata.version("triton")

@@ -22,9 +22,6 @@ class Pair(NamedTuple):
 class _Kernel:
     """Stands for a compiled kernel: keeps the arguments of every start."""
 
-    class metadata:
-        global_scratch_size = 0
-
     def __init__(self):
         self.seen = []
 
@@ -39,7 +36,6 @@ class _Kernel:
 @pytest.fixture
 def kernel(monkeypatch):
     kernel = _Kernel()
-    monkeypatch.setattr(launch, "_provide_scratch", lambda: None)
     monkeypatch.setattr(repeated, "_below", lambda compiled: None)
     monkeypatch.setattr(repeated, "run", lambda compiled, grid, args: compiled.seen.append(tuple(args)))
     return kernel

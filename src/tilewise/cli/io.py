@@ -12,7 +12,7 @@ import typer
 import tilewise
 from tilewise import masks
 from tilewise.call import problem_of
-from tilewise.cli import io_measure
+from tilewise.cli import io_measure, io_simulate
 from tilewise.cli.options import (
     Batch,
     Blocks,
@@ -95,6 +95,10 @@ def io(
     block_n: Annotated[int | None, typer.Option(help="Keys of a tile.", show_default="by the SRAM")] = None,
     tensors_too: Annotated[bool, typer.Option("--tensors", help="Also loads and stores of each tensor.")] = False,
     fits: Annotated[bool, typer.Option("--laws/--no-laws", help="Fit exponents in N, d and M (5 seconds).")] = True,
+    simulate: Annotated[
+        bool,
+        typer.Option("--simulate", help="Also execute small problems with a counted memory: counts must be equal."),
+    ] = False,
     measure: Annotated[bool, typer.Option("--measure", help="Also read hardware counters, with ncu on a GPU.")] = False,
     counted: Annotated[
         Path | None, typer.Option(help="Instead: take the counters from this result of --measure.", show_default=False)
@@ -142,6 +146,8 @@ def io(
     _show(reports, asked, tensors_too)
     if fits:
         data["laws"] = show_laws()
+    if simulate:
+        data["simulated"] = io_simulate.run(chosen)
     if with_counters:
         data["measured"] = io_measure.run(reports, problem, one, measured_causal, earlier)
         data |= {} if earlier is None else {"counted_on": earlier.get("counted_on", earlier["machine"])}

@@ -25,12 +25,13 @@ def io(data: dict[str, Any]) -> Section:
     panels = [_roofline(systems, measured, gpu, p["dtype"], which) for which in PASSES]
     panels += [_moved(systems)]
     panels += [_chips(data["chips"], data["sram"])] if data.get("chips") else []
+    panels += [_executed(data["simulated"])] if data.get("simulated") else []
     panels += [_identity(measured)] if any(row["counted"] for row in measured) else []
     tables = [_counts(systems), _bounds(systems, gpu["title"]), _memory(systems)]
     tables += [_laws(data["laws"])] if data.get("laws") else []
     tables += [_counters(measured)] if measured else []
     return Section(
-        f"What attention moves and computes: {gpu['title']}",
+        f"What attention moves and computes: {gpu['title']}, N = {p['Sq']:,}",
         f"{sizes}; counted, in tiles for {human(data['sram'], 'B')}; rates of {gpu['title']}: {gpu['source']}",
         [*_says(systems), *([_law_words(data["laws"])] if data.get("laws") else [])],
         panels,
@@ -194,11 +195,35 @@ def _identity(measured: Sequence[dict[str, Any]]) -> Panel:
             axes.plot([], [], "o", color=picture.colour(name), label=name)
         axes.plot([], [], "o", color=picture.GREY, label="round: forward, square: backward")
         axes.plot([], [], "o", color=picture.GREY, fillstyle="none", label="hollow: DRAM, full: L2 to SM")
-        axes.set(xscale="log", yscale="log", xlabel="bytes predicted", ylabel="bytes counted")
+        for axis, words in ((axes.xaxis, "bytes predicted"), (axes.yaxis, "bytes counted")):
+            picture.sizes(axis, *ends)
+            axis.set_label_text(words)
         axes.legend()
 
     alt = "Dots beside the line of equality: bytes that hardware counted against bytes predicted, for every system and pass."
     return Panel("identity", "predicted and counted bytes", alt, f"{'; '.join(parts)}.", draw, plot=6)
+
+
+def _executed(simulated: Sequence[dict[str, Any]]) -> Panel:
+    counts = [row["executed"] for row in simulated]
+    same = sum(row["executed"] == row["formula"] for row in simulated)
+    says = (
+        f"{same} of {len(simulated)} executions on a counted memory loaded and stored exactly what the formulas say, "
+        f"{min(counts):,} to {max(counts):,} elements."
+    )
+
+    def draw(axes: Any) -> None:
+        ends = [min(counts), max(counts)]
+        axes.plot(ends, ends, color=picture.GREY, lw=1, label="executed = formula")
+        for name in dict.fromkeys(row["system"] for row in simulated):
+            some = [(row["formula"], row["executed"]) for row in simulated if row["system"] == name]
+            look = {"color": picture.colour(name), "marker": picture.marker(name), "alpha": 0.75}
+            axes.plot([x for x, _ in some], [y for _, y in some], linestyle="", label=name, **look)
+        axes.set(xscale="log", yscale="log", xlabel="elements by formula", ylabel="elements executed")
+        axes.legend()
+
+    alt = "Dots on the line of equality: elements that executed algorithms loaded and stored against their formulas."
+    return Panel("executed", "counts, by formula and executed", alt, says, draw, plot=6)
 
 
 # ---- tables ----

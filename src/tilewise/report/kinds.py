@@ -84,7 +84,7 @@ PLOTS = tuple(
             ("losses of attentions and seeds", "tilewise compare"),
             ("loss against seconds, short and long context", ""),
             ("roofline", "tilewise io"),
-            ("bytes, predicted and counted by hardware", "tilewise io --measure"),
+            ("bytes, predicted and counted", "tilewise io --measure, or tilewise io --simulate"),
             ("time against tile size", "tilewise lab compare"),
             ("where the time of a training step goes", ""),
             ("speed of whole models", ""),

@@ -43,7 +43,7 @@ def memory(data: dict[str, Any]) -> Section:
     if is_papers(problem) and in_all.keys() & PAPER.keys():
         panels.append(_beside_the_paper(in_all))
     return Section(
-        "Memory against sequence length",
+        f"Memory against sequence length: {'tilewise and standard' if len(who) == 2 else f'{len(who)} systems'}",
         f"{shape_of(problem)}, a training step on {device}; lines computed, dots measured",
         [f"In {human(total, 'B')} a training step fits up to {ends}.", *data.get("growth", {}).values()],
         panels,
@@ -59,10 +59,9 @@ def _panel(points: Points, who: Sequence[str], what: str, total: int, device: st
     says = f"At N = {last['N']:,} {base} needs {human(at_end[base], 'B')}"
     if least != base:
         says += f" and {least} {human(at_end[least], 'B')}, {fold(at_end[base] / max(at_end[least], 1))} less"
-    powers = {name: _power(points, name, what) for name in names}
-    says += (
-        f"; from half that length on it grows like {listed(f'N^{p:.2f} ({name})' for name, p in powers.items() if p)}"
-    )
+    if len(points) > 1:
+        powers = listed(f"N^{_power(points, name, what):.2f} ({name})" for name in names)
+        says += f"; from N = {points[-2]['N']:,} on it grows like {powers}"
     alt = (
         f"Lines on two logarithmic axes: bytes {WHAT[what]} of {listed(who)} against sequence length, with guides for linear "
         "and quadratic growth; dots are measured, crosses do not fit in memory."
@@ -73,11 +72,9 @@ def _panel(points: Points, who: Sequence[str], what: str, total: int, device: st
 
 def _power(points: Points, name: str, what: str) -> float:
     """The exponent over the last step of lengths."""
-    if len(points) < 2:
-        return math.nan
     one, two = points[-2:]
     before, after = one["computed"][name][what], two["computed"][name][what]
-    return math.log(after / before) / math.log(two["N"] / one["N"]) if before > 0 else math.nan
+    return math.log(max(after, 1) / max(before, 1)) / math.log(two["N"] / one["N"])
 
 
 def _draw(axes: Any, points: Points, who: Sequence[str], what: str, total: int, device: str) -> None:
@@ -95,7 +92,7 @@ def _draw(axes: Any, points: Points, who: Sequence[str], what: str, total: int, 
     axes.annotate(f"memory of {whose}", (ns[0], total), va="bottom", fontsize=7.5)
     every = [p["computed"][name][what] for p in points for name in who]
     lowest = min(every)
-    picture.sizes(axes, lowest / 8, max(*every, total))
+    picture.sizes(axes.yaxis, lowest / 8, max(*every, total))
     picture.lengths(axes, ns)
     for power, word in ((1, "~ N"), (2, "~ N²")):  # guides below the lines
         guide = [0.5 * lowest * (n / ns[0]) ** power for n in ns]
@@ -186,7 +183,9 @@ def _contexts(points: Points, who: Sequence[str]) -> Panel:
         axes.tick_params(axis="y", labelsize=7.5)
 
     alt = f"Bars on a logarithmic axis: the longest context that fits, of {listed(who)}, by model and GPU."
-    return Panel("context", "longest context at batch 1", alt, f"{says}.", draw, plot=10)
+    return Panel(
+        "context", "longest context at batch 1", alt, f"{says}.", draw, plot=10, height=1.6 + 0.34 * len(points)
+    )
 
 
 def _batches(point: dict[str, Any], who: Sequence[str]) -> Panel:
@@ -202,7 +201,8 @@ def _batches(point: dict[str, Any], who: Sequence[str]) -> Panel:
             line = sizes[name]
             look = {"color": picture.colour(name), "marker": picture.marker(name)}
             axes.plot([n for n, _ in line], [b for _, b in line], label=name, **look)
-        axes.set(yscale="log", ylabel="largest batch")
+        axes.set_yscale("log", base=2)
+        axes.set_ylabel("largest batch")
         axes.yaxis.set_major_formatter("{x:,.0f}")
         picture.lengths(axes, [int(n) for n in point["largest_batch"]])
         axes.legend()

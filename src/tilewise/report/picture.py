@@ -33,7 +33,7 @@ LOOKS = {
 }
 SPARE = ("#30323d", "#c08497", "#5c7c2f", "#1d9bb2", "#7a4419", "#a23e48")
 GREY = "#8a8f98"
-SIZE, DPI = (5.2, 3.6), 160  # inches: letters are legible where 360 pixels are all there is
+WIDTH, DPI = 5.2, 160  # inches: letters are legible where 360 pixels are all there is
 STYLE: dict[Any, Any] = {
     "font.size": 9.5,
     "axes.titlesize": 10.5,
@@ -61,7 +61,7 @@ def png(panel: Panel) -> bytes:
     """One panel as a PNG file of at most 256 colours."""
     from matplotlib.figure import Figure  # noqa: PLC0415  half a second that only pictures pay
 
-    figure = Figure(figsize=SIZE, layout="constrained")
+    figure = Figure(figsize=(WIDTH, panel.height), layout="constrained")
     with _style():
         _draw(figure.subplots(), panel)
         return _encode(figure)
@@ -73,7 +73,8 @@ def save(panels: Sequence[Panel], path: Path, heading: str) -> None:
 
     columns = min(len(panels), 3)
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(SIZE[0] * columns, SIZE[1] * rows + 0.4), layout="constrained")
+    height = max(panel.height for panel in panels)
+    figure = Figure(figsize=(WIDTH * columns, height * rows + 0.4), layout="constrained")
     with _style():
         spots = list(figure.subplots(rows, columns, squeeze=False).flat)
         for axes in spots:
@@ -126,7 +127,12 @@ def bars(axes: Any, labels: Sequence[str], series: Mapping[str, Sequence[float]]
     axes.margins(x=0.14)
     axes.set_xlabel(unit)
     if len(series) > 1:  # below, where it hides no bar
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=len(series), frameon=False)
+        axes.legend(
+            loc="upper center",
+            bbox_to_anchor=(0.5, -0.58 / axes.figure.get_figheight()),
+            ncols=len(series),
+            frameon=False,
+        )
 
 
 def lengths(axes: Any, ns: Sequence[int]) -> None:
@@ -138,12 +144,15 @@ def lengths(axes: Any, ns: Sequence[int]) -> None:
     axes.set_xlabel("sequence length N")
 
 
-def sizes(axes: Any, lowest: float, highest: float) -> None:
-    """A logarithmic axis of bytes, marked in binary units."""
-    axes.set_yscale("log", base=2)
-    ticks = [2 ** (5 * i) for i in range(30) if lowest <= 2 ** (5 * i) <= highest]
-    axes.set_yticks(ticks, [human(size, "B").replace(".0", "") for size in ticks])
-    axes.set_ylabel("bytes")
+def sizes(axis: Any, lowest: float, highest: float) -> None:
+    """A logarithmic axis of bytes (`axes.xaxis` or `axes.yaxis`), marked in binary units."""
+    scale = axis.axes.set_xscale if axis.axis_name == "x" else axis.axes.set_yscale
+    scale("log", base=2)
+    step = 5 if highest > 2**12 * lowest else 2
+    ticks = [2**power for power in range(0, 80, step) if lowest <= 2**power <= highest]
+    axis.set_ticks(ticks, [human(size, "B").replace(".0", "") for size in ticks])
+    axis.set_ticks([], minor=True)
+    axis.set_label_text("bytes")
 
 
 def _short(n: int) -> str:

@@ -19,6 +19,7 @@ class Panel:
         says: what it shows, in numbers of the data.
         draw: draws it on matplotlib axes.
         plot: its number in `kinds.PLOTS`; 0 is none of them.
+        height: in inches, beside a width of 5.2: more for many bars.
     """
 
     name: str
@@ -27,6 +28,7 @@ class Panel:
     says: str
     draw: Callable[[Any], None]
     plot: int = 0
+    height: float = 3.6
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ class Result:
     kind: Kind
     machine: dict[str, Any]
     section: Section
+    note: str = ""  # what whoever stored it had to say
 
     @property
     def name(self) -> str:
@@ -94,7 +95,7 @@ def _read(path: Path) -> Result | Unused:
     if not isinstance(data.get("machine"), dict):
         return Unused(path, f"{kind.title}: does not say on which machine ('machine')", broken=True)
     try:
-        return Result(path, kind, data["machine"], kind.section(data))
+        return Result(path, kind, data["machine"], kind.section(data), str(data.get("note", "")))
     except KeyError as error:
         return Unused(path, f"{kind.title}: lacks {error}", broken=True)
     except (AttributeError, IndexError, TypeError, ValueError) as error:

@@ -90,8 +90,7 @@ def bench_gpu(data: dict[str, Any]) -> Section:
         "Speed on a GPU, beside PyTorch's kernels",
         f"TFLOP/s, {data['rounds']} round(s) in turns, bursts of {data['burst_s'] * 1e3:.0f} ms after a rest of "
         f"{data['idle_s'] * 1e3:.0f} ms, each problem after a check against float64",
-        ([f"Geometric means of tilewise's speed: {listed(means)}."] if means else ["Nothing was timed."])
-        + _notes(data),
+        ([f"Geometric means of tilewise's speed: {listed(means)}."] if means else ["Nothing was timed."]),
         _curves(results, who),
         [Table("Every problem", ("B x H x N x D", "dtype", "pass", *who, "over the best"), rows, left=3)],
         [f"refused: {one}" for one in data["refused"]] + _missing(results),
@@ -112,10 +111,6 @@ def _missing(results: Rows) -> list[str]:
         f"{peer} did not run {len(dict(some))} of the problems; first {some[0][0]}: {some[0][1][:LONGEST_REASON]}"
         for peer, some in found.items()
     ]
-
-
-def _notes(data: dict[str, Any]) -> list[str]:
-    return [data["note"]] if data.get("note") else []
 
 
 def generations(data: dict[str, Any]) -> Section:
@@ -200,7 +195,8 @@ def _draw_curve(axes: Any, points: Sequence[tuple[Shape, dict[str, Any]]], who: 
     for at, name in enumerate(who):
         line = [(shape.S, scale * r["tflops"][name]) for shape, r in points if name in r["tflops"]]
         look = {"color": picture.colour(name, at)}
-        axes.plot([n for n, _ in line], [rate for _, rate in line], marker=picture.marker(name), label=name, **look)
+        if line:
+            axes.plot([n for n, _ in line], [rate for _, rate in line], marker=picture.marker(name), label=name, **look)
         out = [shape.S for shape, r in points if name in r["missing"]]
         if out:
             label = None if line else f"{name}: did not run"
@@ -257,4 +253,5 @@ def _costs(S: int, dtype: str, rows: Rows) -> Panel:
         axes.tick_params(axis="y", labelsize=7.5)
 
     alt = f"Bars: time per FLOP of each feature over the plain kernel's, forward and backward, N = {S:,}, {dtype}."
-    return Panel(f"features-{S}-{dtype}", f"N {S:,}, {dtype}", alt, sentence(says), draw)
+    height = 1.6 + 0.34 * len(rows)
+    return Panel(f"features-{S}-{dtype}", f"N {S:,}, {dtype}", alt, sentence(says), draw, height=height)

@@ -29,7 +29,7 @@ def tests(data: dict[str, Any]) -> Section:
     says = f"{len(passed):,} passed, {len(failures):,} failed, {sum(skipped.values()):,} skipped."
     return Section(
         "Tests on a GPU",
-        data.get("note") or f"source {data.get('source', 'not named')}, {len(data.get('runs', []))} run(s)",
+        f"source {data.get('source', 'not named')}, {len(data.get('runs', []))} run(s)",
         [says],
         [],
         [table for table in tables if table.rows],

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from tilewise.report import picture
-from tilewise.report.pieces import Panel, Section, Table, listed, ms
+from tilewise.report.pieces import Panel, Section, Table, listed, ms, sentence
 
 
 def compare(data: dict[str, Any]) -> Section:
@@ -24,7 +24,7 @@ def compare(data: dict[str, Any]) -> Section:
         "One model, several attentions and seeds",
         f"{data['parameters']:,} parameters, {config['steps']} steps of {config['batch']} x {config['context']} tokens, "
         f"{config['dtype']} on {config['device']}; {data['text']}",
-        data["in_words"],
+        [sentence(words.partition("; a step took")[0]) for words in data["in_words"]],  # times are in the table
         [_losses(data, names), _differences(data, names)],
         [Table("Every run", columns, rows)],
         [

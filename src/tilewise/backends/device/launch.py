@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 from torch import Tensor
-from triton.runtime import _allocation  # pyright: ignore[reportMissingImports]
 
 from .assembler import sound_assembler
 
@@ -36,7 +35,6 @@ class Launcher:
         """
         compiled = self._compiled.get(key)
         if compiled is None:
-            _provide_scratch()
             with sound_assembler():
                 compiled = kernel[(grid,)](*args, **options)
             if compiled is not None:  # the interpreter compiles nothing
@@ -49,8 +47,6 @@ class Launcher:
 
 def run(compiled: Any, grid: int, args: Sequence) -> None:
     """Start a compiled kernel on the current stream of the current device."""
-    if compiled.metadata.global_scratch_size:
-        _provide_scratch()
     driver, hooks = triton.runtime.driver.active, triton.knobs.runtime
     stream = driver.get_current_stream(driver.get_current_device())
     told = compiled.launch_metadata((grid, 1, 1), stream, *args)
@@ -96,16 +92,3 @@ def tma(*tensors: torch.Tensor) -> bool:
 @lru_cache(maxsize=4096)
 def _aligned(strides: tuple[int, ...], element_size: int) -> bool:
     return all(stride * element_size % 16 == 0 for stride in strides[:-1])
-
-
-def _allocate(size: int, _alignment: int, _stream: int | None) -> Tensor:
-    return torch.empty(size, dtype=torch.int8, device="cuda")
-
-
-def _provide_scratch() -> None:
-    """Memory for tensor descriptors built by kernels, where the user has given Triton no allocator of their own.
-
-    Each thread has its own setting; autograd's threads begin with none.
-    """
-    if isinstance(_allocation._allocator.get(), _allocation.NullAllocator):
-        triton.set_allocator(_allocate)

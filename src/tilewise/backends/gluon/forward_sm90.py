@@ -25,13 +25,13 @@ _launcher = Launcher()
 
 @gluon.jit(do_not_specialize=["heads", "group", "tiles", "together", "all_heads", "D", "DV"])
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, q, k, v, o, lse, max_logit, counter, notes, lengths, interval, scoring, sinks, heads,
+    q_desc, k_desc, v_desc, o_desc, q, k, v, o, lse, max_logit, counter, lengths, interval, scoring, sinks, heads,
     group, tiles, together, all_heads, D, DV, CFG: gl.constexpr,
 ):  # fmt: skip
     """o = softmax(scores(q k^T)) v, lse = log sum exp(scores), max_logit = max(scores).
 
-    Programs draw their work from `counter`, if any, which begins as 0. `notes`, one for each row tile and consumer, are
-    lists of what is to be repaired: see `forward_consumer.write`.
+    Programs draw their work from `counter`, if any, which begins as 0. Behind it each item is given the number of the one that
+    its program had before it, or -1, in case that some are to be repaired.
     """
     GROUPS: gl.constexpr = CFG.groups
     RANK: gl.constexpr = len(q_desc.block_type.shape)
@@ -43,31 +43,44 @@ def forward_kernel(
     else:
         out = gl.allocate_shared_memory(o_desc.dtype, [GROUPS] + o_desc.block_type.shape, o_desc.layout)  # noqa: RUF005
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    noted = gl.allocate_shared_memory(gl.int32, [GROUPS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    noted = gl.allocate_shared_memory(gl.int32, [GROUPS + 1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for g in gl.static_range(GROUPS):
-        noted.index(g).store(gl.full([1], -1, gl.int32, ONE))
+        noted.index(g).store(gl.full([1], 0, gl.int32, ONE))
     shared = Shared(make_queue(WORDS, GROUPS), queries, keys, values, out, noted)
     barriers_ready()
     if GROUPS == 2:
         gl.warp_specialize([
-            (consume, (0, o_desc, lse.data, max_logit, notes, interval, scoring, sinks, shared, CFG)),
-            (consume, (1, o_desc, lse.data, max_logit, notes, interval, scoring, sinks, shared, CFG)),
+            (consume, (0, o_desc, lse.data, max_logit, interval, scoring, sinks, shared, CFG)),
+            (consume, (1, o_desc, lse.data, max_logit, interval, scoring, sinks, shared, CFG)),
             (produce, (q_desc, k_desc, v_desc, lse, counter, lengths, interval, shared, heads, group, tiles, together,
                        all_heads, CFG)),
         ], [4, 1], [CFG.registers, CFG.producer_registers])  # fmt: skip
-    else:
+    elif GROUPS == 3:
         gl.warp_specialize([
-            (consume, (0, o_desc, lse.data, max_logit, notes, interval, scoring, sinks, shared, CFG)),
-            (consume, (1, o_desc, lse.data, max_logit, notes, interval, scoring, sinks, shared, CFG)),
-            (consume, (2, o_desc, lse.data, max_logit, notes, interval, scoring, sinks, shared, CFG)),
+            (consume, (0, o_desc, lse.data, max_logit, interval, scoring, sinks, shared, CFG)),
+            (consume, (1, o_desc, lse.data, max_logit, interval, scoring, sinks, shared, CFG)),
+            (consume, (2, o_desc, lse.data, max_logit, interval, scoring, sinks, shared, CFG)),
             (produce, (q_desc, k_desc, v_desc, lse, counter, lengths, interval, shared, heads, group, tiles, together,
                        all_heads, CFG)),
         ], [4, 4, 1], [CFG.registers, CFG.registers, CFG.producer_registers])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (0, o_desc, lse.data, max_logit, interval, scoring, sinks, shared, CFG)),
+            (consume, (1, o_desc, lse.data, max_logit, interval, scoring, sinks, shared, CFG)),
+            (consume, (2, o_desc, lse.data, max_logit, interval, scoring, sinks, shared, CFG)),
+            (consume, (3, o_desc, lse.data, max_logit, interval, scoring, sinks, shared, CFG)),
+            (produce, (q_desc, k_desc, v_desc, lse, counter, lengths, interval, shared, heads, group, tiles, together,
+                       all_heads, CFG)),
+        ], [4, 4, 4, 1], [CFG.registers, CFG.registers, CFG.registers, CFG.producer_registers])  # fmt: skip
+    last_place = gl.program_id(0)
+    if counter is not None:
+        last_place = gl.max(noted.index(GROUPS).load(ONE), 0)
     for g in range(GROUPS):
-        repair_noted(
-            q, k, v, o, lse, notes, gl.max(noted.index(g).load(ONE), 0), lengths, interval, scoring, heads, group, tiles,
-            together, all_heads, D, DV, q_desc.block_type.shape[RANK - 1], v_desc.block_type.shape[RANK - 1], GROUPS,
-        )  # fmt: skip
+        if gl.max(noted.index(g).load(ONE), 0) > 0:
+            repair_noted(
+                q, k, v, o, lse, counter, last_place, g, lengths, interval, scoring, heads, group, tiles, together, all_heads,
+                D, DV, q_desc.block_type.shape[RANK - 1], v_desc.block_type.shape[RANK - 1], GROUPS,
+            )  # fmt: skip
 
 
 def forward(
@@ -94,8 +107,7 @@ def forward(
         lse.fill_(-float("inf"))
     tiles = cdiv(call.lengths.max_q, config.block_m)
     items = tiles * call.B * call.H
-    counter = torch.full((1,), 0, dtype=torch.int32, device=q.device) if config.draws else None
-    notes = lse.new_empty((items * config.groups,), dtype=torch.int32)
+    counter = torch.full((1 + items,), 0, dtype=torch.int32, device=q.device) if config.draws else None
     descriptors = (
         boxes(q, ROWS.value, padded(D)),
         boxes(k, config.block_n, padded(D)),
@@ -104,7 +116,7 @@ def forward(
     )
     args = (
         *descriptors, strided(q), strided(k), strided(v), strided(o), per_row(lse), max_logit if asked else None, counter,
-        notes, call.lengths, call.interval, call.scoring, call.sinks, call.H, G, tiles,
+        call.lengths, call.interval, call.scoring, call.sinks, call.H, G, tiles,
         heads_together(call, call.lengths.max_k, k, v, G), call.B * call.H, D, DV, config,
     )  # fmt: skip
     key = (call.kind, layout_key(q, k, v), config)
