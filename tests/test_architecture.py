@@ -27,8 +27,20 @@ LAYERS = (
     ("traffic",),
     ("ops", "call", "cost", "merge"),
     ("api",),
-    ("lab",),
-    ("explain", "page", "flash_attn", "sampling", "dense", "testing", "io_model", "cli", "report", "training", ""),
+    (
+        "lab",
+        "explain",
+        "page",
+        "flash_attn",
+        "sampling",
+        "dense",
+        "testing",
+        "io_model",
+        "cli",
+        "report",
+        "training",
+        "",
+    ),
 )
 #: Rows whose modules may import each other (packages of the top row are whole programs).
 TOP = len(LAYERS) - 1

@@ -39,13 +39,8 @@ def test_io_executes_small_problems(tmp_path, monkeypatch):
     args = ("io", "--no-laws", "--simulate", "--json", tmp_path / "io.json")
     assert "executed with a counted memory" in run(*args)
     rows = json.loads((tmp_path / "io.json").read_text())["simulated"]
-    assert {row["system"] for row in rows} == {
-        "standard",
-        "flash1",
-        "flash2",
-        "triton",
-    }  # flash3 moves what flash2 moves
-    assert all(row["formula"] == row["executed"] > 0 for row in rows) and len(rows) == 64
+    assert {row["system"] for row in rows} == {"standard", "flash1", "flash2", "flash3", "triton"}
+    assert all(row["formula"] == row["executed"] > 0 for row in rows) and len(rows) == 80
     monkeypatch.setattr(io_simulate, "_counts", lambda *_: {"forward": (1, 2)})
     assert "counts differ from their formulas" in error(*args, code=1)
 
@@ -117,6 +112,20 @@ def test_measuring_prints_counters_beside_the_prediction(monkeypatch, tmp_path):
     assert rows[0]["error"] == "flash1 is not installed"
     assert rows[2]["by_kernel"][0]["name"] == "flash2 2x4x64x64:causal forward fp16 0.1"
     assert rows[2]["counted"]["dram_bytes"] == 4e6
+    monkeypatch.undo()
+    again = [arg for arg in small if arg != "--measure"]
+    earlier = (*again, "--causal", "--counted", tmp_path / "io.json")
+    assert "Hardware counters" in run(*earlier, "--json", tmp_path / "again.json")
+    assert json.loads((tmp_path / "again.json").read_text())["measured"] == rows
+    assert "no counters of flash1 forward 2x4x64x64 dropout 0.1" in error(*again, "--counted", tmp_path / "io.json")
+    assert "counters are of fp16, not bf16" in error(*earlier, "--dtype", "bf16")
+    assert "no result of tilewise io --measure" in error(*again, "--counted", _written(tmp_path, "{}"))
+    assert "--counted" in error(*again, "--counted", _written(tmp_path, "not JSON"))
+
+
+def _written(folder, text):
+    (folder / "other.json").write_text(text)
+    return folder / "other.json"
 
 
 def test_counters_that_are_missing_are_shown_as_such(capsys):

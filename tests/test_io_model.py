@@ -1,8 +1,6 @@
 """The IO model: the papers' formulas, laws, GPUs, roofline, what fits, and ncu's output."""
 
-import json
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ import tilewise
 from tilewise import masks
 from tilewise.dispatch import BACKENDS
 from tilewise.io_model import counters, fit, laws, workload
-from tilewise.io_model.gpus import GPUS, gpu_of, markdown_table
+from tilewise.io_model.gpus import GPUS, gpu_of
 from tilewise.io_model.models import MODELS, model_of
 from tilewise.io_model.roofline import predict, read_again
 from tilewise.io_model.systems import SYSTEMS, plain_problem, report, tiles_for
@@ -339,55 +337,3 @@ def test_the_measured_standard_attention_is_attention(causal):
     assert set(workload.BACKENDS.values()) <= {row.name for row in BACKENDS}
     with pytest.raises(ValueError, match="flash2 is triton's forward"):
         workload.attention_of("flash2", 0.0)
-
-
-# ---- the page ----
-
-ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "io-model.md").read_text()
-
-
-def part(name):
-    return PAGE.split(f"<!-- {name}:begin -->\n")[1].split(f"<!-- {name}:end -->")[0].strip()
-
-
-def stored(name):
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-
-
-def test_the_page_has_the_gpus():
-    assert part("gpus") == markdown_table()
-
-
-def test_the_page_has_the_papers_shape_as_stored():
-    systems = stored("io-a100-1k-dropout")["systems"]
-    rows = part("paper").splitlines()[2:]
-    assert [row.split()[1] for row in rows] == ["standard", "flash1", "flash2", "triton"]
-    for row in rows:
-        passes = [systems[row.split()[1]][which] for which in ("forward", "backward")]
-        moved = sum(p["bytes_read"] + p["bytes_written"] for p in passes) / 1e9
-        behind = sum(p["predicted"]["memory_bytes"] for p in passes) / 1e9
-        seconds = sum(p["predicted"]["seconds"] for p in passes)
-        assert row == f"| {row.split()[1]} | {moved:.1f} GB | {behind:.1f} GB | {seconds * 1e3:.1f} ms |"
-
-
-def test_stored_counts_are_what_the_model_says_today():
-    for name, dropout in (("io-h200-1k", 0.0), ("io-a100-1k-dropout", 0.1)):
-        data = stored(name)
-        problem, bound = plain_problem(64, 16, 1024, 64, dropout_p=dropout)
-        tiles = tiles_for(data["sram"] // 2, 64)
-        for system, found in data["systems"].items():
-            now = report(SYSTEMS[system], problem, bound, tiles)
-            assert [found[w]["bytes_read"] for w in ("forward", "backward")] == [
-                now.forward.account.bytes_read,
-                now.backward.account.bytes_read,
-            ]
-
-
-def test_the_page_has_what_fits_as_stored():
-    rows = [
-        f"| `{p['model']}` | {p['parameters'] / 1e6:,.0f}M | {p['largest_context']['standard']:,} | "
-        f"{p['largest_context']['tilewise']:,} |"
-        for p in stored("io-fit-h200")["points"]
-    ]
-    assert part("fit").splitlines()[2:] == rows

@@ -12,9 +12,9 @@ from tilewise import reference
 from tilewise.io_model.simulator import simulate
 from tilewise.plan import schedule
 from tilewise.testing import Case, bind, make_inputs, problem_of
-from tilewise.traffic import FLASH1, FLASH2, OWNED, STANDARD, Sizes, account
+from tilewise.traffic import FLASH1, FLASH2, FLASH3, OWNED, STANDARD, Sizes, account
 
-ALGORITHMS = {"standard": STANDARD, "flash1": FLASH1, "flash2": FLASH2, "owned": OWNED}
+ALGORITHMS = {"standard": STANDARD, "flash1": FLASH1, "flash2": FLASH2, "flash3": FLASH3, "owned": OWNED}
 DEVICES = ("cpu", "cuda")  # only a word of the problem: whether rows' bounds are read or computed
 BLOCK = st.integers(1, 7)
 BLOCKS = st.tuples(st.just("blocks"), BLOCK, BLOCK, st.sampled_from(("QK", "HQK", "BHQK")), st.floats(0.1, 0.9))

@@ -56,7 +56,7 @@ def attention(
         softmax_scale: default ``D ** -0.5``.
         return_lse: also return lse, natural log, (B, H, Sq) float32 (float64 for float64). Differentiable.
         return_max_logit: also return the largest visible score of each head over the batch, (H,). Not differentiable.
-        deterministic: ask for a bitwise repeatable backward pass (only the dq of `gluon_backward` is not so by default).
+        deterministic: ask for a bitwise repeatable backward pass (only dq on Hopper GPUs is not so by default).
         layout: "bshd", or "bhsd" for q, k, v and o as (B, H, S, D).
         backend: a name from `tilewise caps`; default the first that can take the call. Never falls back.
         generator: where the dropout seed is drawn from, on either device; default torch's own of q's device (the CPU's

@@ -12,7 +12,7 @@ from tilewise import dispatch
 from tilewise.checks import as_int, describe
 from tilewise.masks import ALIGNMENTS, Causal, Mask, Window, as_mask, window_side
 from tilewise.problem import LARGEST, Problem, Signature, check_cu_seqlens, check_number, make_problem
-from tilewise.spec import TENSORS, AttentionSpec, MaskTerm
+from tilewise.spec import AttentionSpec, MaskTerm
 
 LAYOUTS = ("bshd", "bhsd")
 
@@ -41,10 +41,10 @@ def dense_call(
     _check_tensors(q, k, v)
     if layout == "bhsd":
         q, k, v = (t.transpose(1, 2) if t.dim() == 4 else t for t in (q, k, v))
-    masks, align = _collect_masks(mask, causal, window_size)
-    named = {"bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    masks = _collect_masks(mask, causal, window_size)
+    named = {"bias": bias, "alibi_slopes": alibi_slopes, "sinks": sinks, "seed": None}
     return _describe(
-        q, k, v, masks, align, named, softcap, dropout_p, softmax_scale, deterministic, generator, 0, 0, return_max_logit
+        q, k, v, masks, named, softcap, dropout_p, softmax_scale, deterministic, generator, 0, 0, return_max_logit
     )  # fmt: skip
 
 
@@ -63,18 +63,19 @@ def packed_call(
     cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     max_q = check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.shape[0], _optional_int(max_seqlen_q), seqused_q)
     max_k = check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k.shape[0], _optional_int(max_seqlen_k), seqused_k)
-    masks, align = _collect_masks(mask, causal, window_size)
+    masks = _collect_masks(mask, causal, window_size)
     named = {
         "bias": bias,
         "alibi_slopes": alibi_slopes,
         "sinks": sinks,
+        "seed": None,
         "cu_seqlens_q": cu_seqlens_q,
         "cu_seqlens_k": cu_seqlens_k,
         "seqused_q": seqused_q,
         "seqused_k": seqused_k,
     }
     return _describe(
-        q, k, v, masks, align, named, softcap, dropout_p, softmax_scale, deterministic, generator, max_q, max_k,
+        q, k, v, masks, named, softcap, dropout_p, softmax_scale, deterministic, generator, max_q, max_k,
         return_max_logit,
     )  # fmt: skip
 
@@ -92,8 +93,9 @@ def problem_of(signatures: tuple, spec: AttentionSpec, max_q: int, max_k: int) -
 
 
 def _describe(
-    q, k, v, masks, align, named, softcap, dropout_p, softmax_scale, deterministic, generator, max_q, max_k, max_logit
+    q, k, v, masks, named, softcap, dropout_p, softmax_scale, deterministic, generator, max_q, max_k, max_logit
 ):  # fmt: skip
+    """`named`: what a call was given of `TENSORS`, in their order."""
     # Numbers before the cache below: a tensor would be found there by identity, whatever it holds by then.
     cap = None if softcap is None else check_number(softcap, "softcap") or None
     p = check_number(dropout_p, "dropout_p", 0.0, 1.0) if isinstance(dropout_p, Tensor) or dropout_p != 0 else 0.0
@@ -103,18 +105,17 @@ def _describe(
         # On the GPU without one: the default generator there, whose draws CUDA graphs repeat with fresh numbers.
         device = generator.device if generator is not None else q.device if q.is_cuda else "cpu"
         named["seed"] = torch.randint(0, 2**63 - 1, (1,), generator=generator, dtype=torch.int64, device=device)
-    present = tuple(name for name in TENSORS if named.get(name) is not None)
-    terms, mask_tensors = _terms(masks)
-    aux = [named[name] for name in present] + mask_tensors
+    present = tuple([name for name, t in named.items() if t is not None])
+    aux = [named[name] for name in present] + masks.tensors
     for name, t in zip(present, aux, strict=False):
         if not isinstance(t, Tensor):
             raise TypeError(f"{name} must be a tensor or None, got {describe(t)}")
     if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
         q, k, v = _autocast(q, k, v)
     make_spec = AttentionSpec if torch.compiler.is_compiling() else _make_spec
-    spec = make_spec(terms, align, cap, p, bool(deterministic), present, bool(max_logit))
+    spec = make_spec(masks.terms, masks.align, cap, p, bool(deterministic), present, bool(max_logit))
     scale = _default_scale(q) if softmax_scale is None else check_number(softmax_scale, "softmax_scale", -LARGEST)
-    signatures = tuple((t.shape, t.dtype, t.device) for t in (q, k, v, *aux))
+    signatures = tuple([(t.shape, t.dtype, t.device) for t in (q, k, v, *aux)])
     return Call(q, k, v, aux, spec, scale, max_q, max_k, signatures)
 
 
@@ -132,15 +133,21 @@ _make_spec = lru_cache(maxsize=1024)(AttentionSpec)
 _checked = lru_cache(maxsize=4096)(_checked_uncached)
 
 
-def _terms(masks: tuple[Mask, ...]) -> tuple[tuple[MaskTerm, ...], list[Tensor]]:
-    if not masks:
-        return (), []
-    terms = tuple(MaskTerm(mask.name, mask.params, len(mask.tensors)) for mask in masks)
-    return terms, [t for mask in masks for t in mask.tensors]
+class _Masks(NamedTuple):
+    """All mask parts of a call."""
+
+    terms: tuple[MaskTerm, ...]
+    tensors: list[Tensor]
+    align: str  # a call has one
 
 
-def _collect_masks(mask: Mask | Tensor | None, causal: bool | str, window_size: Any) -> tuple[tuple[Mask, ...], str]:
-    """All mask parts of a call, and its one alignment."""
+def _collect_masks(mask: Mask | Tensor | None, causal: bool | str, window_size: Any) -> _Masks:
+    if mask is None and window_size is None and isinstance(causal, bool):
+        return _BARE[causal]
+    return _combine_masks(mask, causal, window_size)
+
+
+def _combine_masks(mask: Mask | Tensor | None, causal: bool | str, window_size: Any) -> _Masks:
     parts = [] if mask is None else list(as_mask(mask).parts())
     if causal is not False:
         if causal is not True and causal not in ALIGNMENTS:
@@ -151,7 +158,12 @@ def _collect_masks(mask: Mask | Tensor | None, causal: bool | str, window_size: 
     stated = {part.align for part in parts if isinstance(part, (Causal, Window)) and part.align is not None}
     if len(stated) > 1:
         raise ValueError(f"one call has one alignment, its masks ask for {sorted(stated)}")
-    return tuple(parts), stated.pop() if stated else "bottom_right"
+    terms = tuple(MaskTerm(part.name, part.params, len(part.tensors)) for part in parts)
+    return _Masks(terms, [t for part in parts for t in part.tensors], stated.pop() if stated else "bottom_right")
+
+
+#: What most calls ask for, combined once.
+_BARE = {causal: _combine_masks(None, causal, None) for causal in (False, True)}
 
 
 def _window(window_size: Any) -> Window:

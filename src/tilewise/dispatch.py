@@ -7,7 +7,6 @@ import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -39,8 +38,22 @@ def _load_cpu() -> Backend:
 
 @while_tracing
 def _triton_requires() -> str | None:
+    return _no_triton()
+
+
+@lru_cache(maxsize=1)
+def _no_triton() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed; it comes with PyTorch for CUDA or ROCm"
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return None
+    from tilewise.backends.device.assembler import sound_ptxas  # noqa: PLC0415  only where there is a GPU
+
+    hopper = any(torch.cuda.get_device_capability(i)[0] == 9 for i in range(torch.cuda.device_count()))
+    if hopper and sound_ptxas() is None:
+        return (
+            "its ptxas is older than 12.9, which makes wrong code for Hopper: upgrade triton, or set TRITON_PTXAS_PATH"
+        )
     return None
 
 
@@ -67,7 +80,7 @@ def _gluon_requires() -> str | None:
 
 @lru_cache(maxsize=1)
 def _no_gluon() -> str | None:
-    if (reason := _triton_requires()) is not None:
+    if (reason := _no_triton()) is not None:
         return reason
     try:
         version = importlib.metadata.version("triton")
@@ -102,29 +115,11 @@ def _gluon_lacks(problem: Problem) -> str | None:
 def _load_gluon() -> Backend:
     from tilewise.backends import gluon, triton  # noqa: PLC0415  only where a GPU call asks for it
 
-    return Composite(gluon.GluonForward(), triton.TritonBackend())
-
-
-def _load_gluon_backward() -> Backend:
-    from tilewise.backends import gluon, triton  # noqa: PLC0415  only where a GPU call asks for it
-
     return Composite(gluon.GluonForward(), gluon.GluonBackward(triton.TritonBackend()))
 
 
 #: With TRITON_INTERPRET=1 Triton kernels run on CPU tensors, slowly: for debugging and tests.
 _TRITON_DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
-
-_GLUON = Capabilities(
-    name="gluon",
-    title="Hopper GPU (Gluon; backward: Triton)",
-    device="cuda",
-    dtypes=(torch.bfloat16, torch.float16),
-    max_head_dim=256,
-    features=frozenset(FEATURES) - {"document", "blocks", "dense", "bias", "dropout"},
-    requires=_gluon_requires,
-    load=_load_gluon,
-    extra=_gluon_lacks,
-)
 
 #: In order of preference.
 BACKENDS: tuple[Capabilities, ...] = (
@@ -138,7 +133,17 @@ BACKENDS: tuple[Capabilities, ...] = (
         requires=_cpu_requires,
         load=_load_cpu,
     ),
-    _GLUON,
+    Capabilities(
+        name="gluon",
+        title="Hopper GPU (Gluon)",
+        device="cuda",
+        dtypes=(torch.bfloat16, torch.float16),
+        max_head_dim=256,
+        features=frozenset(FEATURES) - {"document", "blocks", "dense", "bias", "dropout"},
+        requires=_gluon_requires,
+        load=_load_gluon,
+        extra=_gluon_lacks,
+    ),
     Capabilities(
         name="triton",
         title="GPU (Triton, portable)",
@@ -149,13 +154,6 @@ BACKENDS: tuple[Capabilities, ...] = (
         requires=_triton_requires,
         load=_load_triton,
         extra=_triton_lacks,
-    ),
-    # Last, so that only `backend=` asks for it: its gradients are not proven where inputs hold NaN.
-    replace(
-        _GLUON,
-        name="gluon_backward",
-        title="Hopper GPU (Gluon, both passes; on trial)",
-        load=_load_gluon_backward,
     ),
 )
 

@@ -69,7 +69,7 @@ def _is_plain(q: Tensor, k: Tensor, v: Tensor, aux: list[Tensor]) -> bool:
         type(q) in _PLAIN
         and type(k) in _PLAIN
         and type(v) in _PLAIN
-        and all(type(t) in _PLAIN for t in aux)
+        and (not aux or all(type(t) in _PLAIN for t in aux))
         and torch._C._len_torch_dispatch_stack() == 0
         and q.device.type != "meta"
     )
@@ -106,7 +106,11 @@ def _backward_fake(do, dlse, q, k, v, o, lse, aux, spec, scale, backend, max_q, 
 
 
 def _wants_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for t in tensors:  # not `any`: every call comes by here
+            if t is not None and t.requires_grad:
+                return True
+    return False
 
 
 def _refuse_tangents(*tensors: Tensor) -> None:

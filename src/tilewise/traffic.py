@@ -156,12 +156,12 @@ class _Ledger:
         """Note loads and stores of numbers per row: lse, delta, (m, l)."""
         self.move(name, per_row * self.sizes.rows, per_row * loads, per_row * stores, self.sizes.sums)
 
-    def summed(self, name: str, size: int, visits: int) -> None:
-        """Note a sum in slow memory: zeroed, read and written at every visit, rounded at the end."""
+    def summed(self, name: str, size: int, visits: int, reads: int) -> None:
+        """Note a sum in slow memory: zeroed, written at every visit and `reads` of it read, rounded at the end."""
         z = self.sizes
         rounded = z.sums != z.itemsize
         self.move(f"{name}_sum" if rounded else name, size, 0, size, z.sums)
-        self.move(f"{name}_sum" if rounded else name, size, visits, visits, z.sums)
+        self.move(f"{name}_sum" if rounded else name, size, reads, visits, z.sums)
         if rounded:
             self.move(f"{name}_sum", size, size, 0, z.sums)
             self.move(name, size, 0, size)
@@ -250,7 +250,7 @@ def keys_outer_forward(z: Sizes) -> Account:
     led.move("k", z.kv * z.D, z.keys * z.D)
     led.move("v", z.kv * z.Dv, z.keys * z.Dv)
     led.move("q", z.rows * z.D, work.row_loads * z.D)
-    led.summed("o", z.rows * z.Dv, work.row_loads * z.Dv)
+    led.summed("o", z.rows * z.Dv, work.row_loads * z.Dv, work.row_loads * z.Dv)
     led.statistics("m, l", 0, z.rows, per_row=2)
     led.statistics("m, l", work.row_loads, work.row_loads, per_row=2)
     led.masks(work.row_loads)
@@ -281,6 +281,15 @@ def _recomputed(z: Sizes, per_pair: int) -> int:
 
 def summed_backward(z: Sizes) -> Account:
     """FlashAttention-2, algorithm 2: delta first, then by blocks of keys, adding to dq in slow memory."""
+    return _delta_first(z, z.work.row_loads * z.D)
+
+
+def reduced_backward(z: Sizes) -> Account:
+    """The same where slow memory adds by itself (atomic additions, Hopper's reducing copies): dq is not read for it."""
+    return _delta_first(z, 0)
+
+
+def _delta_first(z: Sizes, dq_reads: int) -> Account:
     led, work = _Ledger(z), z.work
     led.move("o", z.rows * z.Dv, z.rows * z.Dv)
     led.move("do", z.rows * z.Dv, z.rows * z.Dv)
@@ -288,7 +297,7 @@ def summed_backward(z: Sizes) -> Account:
     _keys_outer_sweep(led)
     led.statistics("lse", work.row_loads)
     led.statistics("delta", work.row_loads)
-    led.summed("dq", z.rows * z.D, work.row_loads * z.D)
+    led.summed("dq", z.rows * z.D, work.row_loads * z.D, dq_reads)
     again = _recomputed(z, 3)
     flops = 2 * (3 * z.D + 2 * z.Dv) * work.visited
     other = again + (3 + 2 * z.dropout) * work.visited + 2 * z.Dv * z.rows
@@ -301,7 +310,7 @@ def flash1_backward(z: Sizes) -> Account:
     _keys_outer_sweep(led)
     led.move("o", z.rows * z.Dv, work.row_loads * z.Dv)
     led.statistics("m, l", work.row_loads, per_row=2)
-    led.summed("dq", z.rows * z.D, work.row_loads * z.D)
+    led.summed("dq", z.rows * z.D, work.row_loads * z.D, work.row_loads * z.D)
     again = _recomputed(z, 4)
     flops = 2 * (3 * z.D + 2 * z.Dv) * work.visited
     other = again + (3 + 2 * z.dropout) * work.visited + 2 * z.Dv * work.row_loads
@@ -354,6 +363,7 @@ class Algorithm(NamedTuple):
 STANDARD = Algorithm((Part("", standard_forward),), (Part("", standard_backward),))
 FLASH1 = Algorithm((Part("keys", keys_outer_forward),), (Part("keys", flash1_backward),))
 FLASH2 = Algorithm((Part("rows", rows_outer_forward),), (Part("keys", summed_backward),))
+FLASH3 = Algorithm(FLASH2.forward, (Part("keys", reduced_backward),))
 OWNED = Algorithm(
     (Part("rows", rows_outer_forward),), (Part("keys", owned_keys_backward), Part("rows", owned_rows_backward))
 )

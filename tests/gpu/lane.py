@@ -31,14 +31,15 @@ def able(inputs: Inputs, backend: str) -> Inputs:
     return inputs
 
 
-def call_of(inputs: Inputs, backend: str):
+def call_of(inputs: Inputs, backend: str, deterministic: bool = True):
     """(function, leaves): outputs and gradients of the call as a function of nothing, which reads `leaves` anew each time.
 
-    Nothing in it waits for the device, and dropout draws from the device's default generator.
+    With `deterministic` the bits of all of them repeat. Nothing in it waits for the device, and dropout draws from the
+    device's default generator.
     """
     leaves = {name: t.detach().clone().requires_grad_() for name, t in inputs.tensors().items()}
     do, dlse = (t.clone() for t in inputs.upstream())
-    options = {**inputs.options, **leaves, "return_lse": True, "backend": backend}
+    options = {**inputs.options, **leaves, "return_lse": True, "backend": backend, "deterministic": deterministic}
     q, k, v = (options.pop(name) for name in ("q", "k", "v"))
     attend = attention
     if inputs.varlen:

@@ -37,8 +37,8 @@ def test_B06_nothing_of_an_earlier_call_stays_in_shared_memory(backend):
     spoiled = on_gpu(Case(Sq=128, Sk=256, H=64, D=64), backend)
     for t in (spoiled.q, spoiled.k, spoiled.v):
         t.fill_(torch.nan)
-    function, _ = call_of(on_gpu(case, backend), backend)
-    spoil, _ = call_of(spoiled, backend)
+    function, _ = call_of(on_gpu(case, backend), backend, deterministic=False)  # two sums of dq are one in either order
+    spoil, _ = call_of(spoiled, backend, deterministic=False)
     expected = function()
     for _ in range(100):
         spoil()

@@ -38,6 +38,7 @@ def test_maxima_that_grow_from_tile_to_tile(D, backend):
     for keys in (k * slope, k * slope.flip(1)):
         inputs = Inputs(q, keys, v, {"causal": True}).on(DEVICE)
         assert_matches_reference(inputs, backend=backend)
+        inputs.options["deterministic"] = True
         assert same(run(inputs, backend).values(), run(inputs, backend).values())
 
 

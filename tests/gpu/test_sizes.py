@@ -34,6 +34,12 @@ def _results(q: Tensor, k: Tensor, v: Tensor, do: Tensor, backend: str, **option
     return [o.detach(), lse.detach(), *torch.autograd.grad(o, leaves, do)]
 
 
+def _agree(found: list[Tensor], expected: list[Tensor]) -> bool:
+    """Whether results are equal bit for bit; dq, which Hopper kernels sum in any order, but for rounding."""
+    torch.testing.assert_close(found[2], expected[2])
+    return same(found[:2] + found[3:], expected[:2] + expected[3:])
+
+
 # ---- more than 65,535 ----
 
 
@@ -93,7 +99,7 @@ def test_rows_of_very_many_heads(backend):
     for heads in (slice(0, 2), slice(MANY - 2, MANY)):
         expected = _results(*(t[:, :, heads].contiguous() for t in tensors), backend, causal=True)
         parts = [t[:, heads] if t.dim() == 3 else t[:, :, heads] for t in found]
-        assert same(parts, expected)
+        assert _agree(parts, expected)
 
 
 @needs_cuda
@@ -104,7 +110,7 @@ def test_B87_elements_just_below_and_above_32_bits(S, backend):
     tensors = _random(*[(16, S, 60, 128)] * 4)
     found = _results(*tensors, backend, causal=True)
     for b in (0, 7, 15):
-        assert same([t[b : b + 1] for t in found], _results(*(t[b : b + 1] for t in tensors), backend, causal=True))
+        assert _agree([t[b : b + 1] for t in found], _results(*(t[b : b + 1] for t in tensors), backend, causal=True))
     one = [t[15:, :, 59:] for t in tensors]
     exact, dense = (_dense_head(*(t.to(dtype) for t in one)) for dtype in (torch.float64, torch.bfloat16))
     for x, y, ref in zip([found[0], *found[2:]], dense, exact, strict=True):

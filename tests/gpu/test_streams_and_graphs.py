@@ -107,6 +107,22 @@ def test_graphs_replay_with_other_values(case, backend):
         assert same(found, function()), f"seed {seed}"
 
 
+@each_case
+def test_sums_in_any_order_follow_streams_and_graphs(case, backend):
+    """dq of the Hopper kernels, whose last bits differ from run to run: on another stream, and replayed with other values."""
+    function, leaves = call_of(on_gpu(case, backend), backend, deterministic=False)
+    graph, found = _captured(function)
+    refill(leaves, 1)
+    expected, stream = function(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.replay()
+        again = function()
+    stream.synchronize()
+    for results in (found, again):
+        torch.testing.assert_close(results, expected)
+
+
 def test_graphs_of_dropout_draw_a_mask_per_replay(backend):
     function, _ = call_of(on_gpu(DROPOUT, backend), backend)
     graph, found = _captured(function)

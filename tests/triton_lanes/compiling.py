@@ -16,6 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from tilewise.backends.base import Needs
+from tilewise.backends.device.assembler import sound_assembler, sound_ptxas
 from tilewise.backends.device.lower import lower
 from tilewise.backends.triton import configs
 from tilewise.spec import BoundSpec
@@ -70,7 +71,11 @@ class _Recorder:
     found: list
 
     def __getitem__(self, grid):
-        return lambda *args, **options: self.found.append(self.kernel.warmup(*args, grid=grid, **options))
+        return lambda *args, **options: self._compile(args, grid, options)
+
+    def _compile(self, args, grid, options):
+        with sound_assembler():
+            self.found.append(self.kernel.warmup(*args, grid=grid, **options))
 
 
 @contextlib.contextmanager
@@ -168,7 +173,7 @@ def _assembled(kernel) -> tuple[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(kernel.asm["ptx"])
-        command = [tools / "ptxas", "-v", "--gpu-name=sm_90a", source, "-o", target]
+        command = [sound_ptxas().path, "-v", "--gpu-name=sm_90a", source, "-o", target]
         told = subprocess.run(command, check=True, capture_output=True, text=True).stderr
         sass = subprocess.run([tools / "nvdisasm", "-c", target], check=True, capture_output=True, text=True).stdout
     return told, sass

@@ -1,9 +1,14 @@
 """The Triton kernels compile for every GPU they ship for, within its shared memory. No GPU is needed."""
 
+import re
+
 import pytest
 import torch
 from compiling import SHARED_BYTES, TARGETS, compile_call, compile_decode, sass_of, spilled_bytes
 
+from tilewise import dispatch
+from tilewise.backends.device import assembler
+from tilewise.backends.device.assembler import sound_ptxas
 from tilewise.testing import Case, make_inputs
 
 CAUSAL = ("causal",)
@@ -32,6 +37,16 @@ def _fits(kernels, target):
 @pytest.mark.parametrize("target", TARGETS)
 def test_plain_calls_compile(target):
     _fits(compile_call(make_inputs(PLAIN[0], torch.bfloat16), target), target)
+
+
+def test_a_sound_assembler_makes_the_code():
+    """ptxas 12.8 addresses operands of Hopper's products wrongly (`assembler`): PTX 8.7 is its newest language."""
+    assert tuple(map(int, sound_ptxas().version.split("."))) >= (12, 9)
+    versions = [
+        re.search(r"\.version (\d+)\.(\d+)", kernel.asm["ptx"])
+        for kernel in compile_call(make_inputs(PLAIN[0], torch.bfloat16), "sm_90")
+    ]
+    assert all(version and tuple(map(int, version.groups())) >= (8, 8) for version in versions)
 
 
 @pytest.mark.parametrize("case", MIXES, ids=[case.name for case in MIXES])
@@ -72,6 +87,16 @@ def test_hopper_kernels_use_wgmma_and_do_not_spill():
         assert spilled_bytes(kernel) == 0, kernel.name
 
 
+@pytest.mark.parametrize("D", [64, 128])
+def test_short_sequences_leave_room_for_three_programs(D):
+    """A multiprocessor has 65,536 registers and 228 KiB of shared memory, 1 KiB of it for each program."""
+    case = Case("short", Sq=512, H=2, D=D, mask=(CAUSAL,))
+    forward = compile_call(make_inputs(case, torch.bfloat16), "sm_90")[0]
+    assert forward.metadata.maxnreg == 168
+    assert 3 * (forward.metadata.shared + 1024) <= 228 << 10
+    assert spilled_bytes(forward) == 0
+
+
 def test_lengths_do_not_recompile():
     """Fifty lengths share their kernels; Triton itself tells lengths that divide by 16 from others."""
     found = {}
@@ -82,3 +107,14 @@ def test_lengths_do_not_recompile():
             found.setdefault(kernel.metadata.name, set()).add(kernel.hash)
     assert len(found) == 4
     assert max(map(len, found.values())) <= 2
+
+
+def test_an_unsound_assembler_is_refused_on_hopper(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(assembler, "sound_ptxas", lambda: None)
+    assert "ptxas is older than 12.9" in dispatch._no_triton.__wrapped__()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    assert dispatch._no_triton.__wrapped__() is None

@@ -8,6 +8,7 @@ import torch
 import triton
 from cases import CASES
 
+import tilewise
 from tilewise.testing import Case, Inputs, assert_matches_reference, make_inputs
 
 assert triton.knobs.runtime.interpret, "run with TRITON_INTERPRET=1"
@@ -43,3 +44,25 @@ def test_upstream_gradients_of_any_strides():
     q, k, v = (torch.randn(2, 20, 2, 16) for _ in range(3))
     do, dlse = torch.ones(()).expand(2, 20, 2, 16), torch.ones(()).expand(2, 2, 20)
     assert_matches_reference(Inputs(q, k, v, {"causal": True}, do=do, dlse=dlse), backend="triton")
+
+
+@pytest.mark.parametrize("poisoned", ["q", "do"])
+def test_nan_of_a_row_reaches_the_keys_that_it_sees(poisoned):
+    """Not dk of the others in their tile, which multiplies the row by 0; nor does NaN in q reach dv of those."""
+    q, k, v, do = (torch.randn(1, 40, 1, 16) for _ in range(4))
+
+    def gradients():
+        x, y, z = (t.clone().requires_grad_() for t in (q, k, v))
+        tilewise.attention(x, y, z, causal=True, backend="triton").backward(do)
+        return x.grad, y.grad, z.grad
+
+    clean = gradients()
+    {"q": q, "do": do}[poisoned][0, 20, 0, 3] = torch.nan
+    dq, dk, dv = gradients()
+    assert dk[:, :21].isnan().all()
+    assert dv[:, :21, :, 3].isnan().all()
+    rows = torch.arange(40) != 20
+    torch.testing.assert_close(dq[:, rows], clean[0][:, rows])
+    torch.testing.assert_close(dk[:, 21:], clean[1][:, 21:])
+    if poisoned == "q":
+        torch.testing.assert_close(dv[:, 21:], clean[2][:, 21:])

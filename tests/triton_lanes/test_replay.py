@@ -1,11 +1,14 @@
 """Calls made again: what a replay allocates, which addresses its kernels get, and which calls are never replayed."""
 
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
+import triton
+from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
 
-from tilewise.backends.device import launch, replay
+from tilewise.backends.device import launch, repeated, replay
 from tilewise.spec import AttentionSpec, bind
 
 BOUND = bind(AttentionSpec().key, [], 0.5)
@@ -18,9 +21,6 @@ class Pair(NamedTuple):
 
 class _Kernel:
     """Stands for a compiled kernel: keeps the arguments of every start."""
-
-    class metadata:
-        global_scratch_size = 0
 
     def __init__(self):
         self.seen = []
@@ -36,8 +36,8 @@ class _Kernel:
 @pytest.fixture
 def kernel(monkeypatch):
     kernel = _Kernel()
-    monkeypatch.setattr(launch, "_provide_scratch", lambda: None)
-    monkeypatch.setattr(replay, "run", lambda compiled, grid, args: compiled.seen.append(tuple(args)))
+    monkeypatch.setattr(repeated, "_below", lambda compiled: None)
+    monkeypatch.setattr(repeated, "run", lambda compiled, grid, args: compiled.seen.append(tuple(args)))
     return kernel
 
 
@@ -129,3 +129,69 @@ def test_a_tensor_in_a_struct_within_a_struct_is_never_replayed(kernel):
 
     replays.call(replay.call_key(BOUND, x), (x,), make)
     assert list(replays._known.values()) == [None]
+
+
+class _Described:
+    """A tensor descriptor."""
+
+    padding = "zero"
+
+    def __init__(self, base, shape, strides, block_shape):
+        self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
+
+
+def test_a_replay_below_triton_s_launcher_passes_on_what_it_would(monkeypatch):
+    """Descriptors are encoded at the address of the new tensor, once for each; the rest is as Triton hands it over."""
+    encoded, launched = [], []
+
+    def encode(address, *rest):
+        encoded.append(address)
+        return ("map", address, *map(str, rest))
+
+    active = SimpleNamespace(
+        utils=SimpleNamespace(fill_tma_descriptor=encode),
+        get_current_device=lambda: 3,
+        get_current_stream=lambda d: 70 + d,
+    )
+    monkeypatch.setattr(triton.runtime.driver, "_active", active)
+    meta = [{"swizzle": 3, "elem_size": 4, "elem_type": 7, "block_size": [2, 6], "fp4_padded": False}]
+    launcher = CudaLauncher.__new__(CudaLauncher)
+    launcher.launch = wrap_handle_tensordesc(
+        lambda *args: launched.append(args),
+        {0: "tensordesc<fp32[2, 6]>", 1: ("*fp32", "i32"), 2: "*fp32", 3: "i32"},
+        meta,
+    )
+    launcher.launch_cooperative_grid = launcher.launch_pdl = False
+    launcher.global_scratch_size = launcher.profile_scratch_size = 0
+    launcher.num_ctas, launcher.global_scratch_align, launcher.profile_scratch_align = 1, 1, 1
+    compiled = SimpleNamespace(
+        run=launcher, function=11, packed_metadata=(4, 1, 99),
+        metadata=SimpleNamespace(global_scratch_size=0, tensordesc_meta=meta), launch_metadata=lambda *_: None,
+    )  # fmt: skip
+    replays = replay.Replays()
+
+    def call(x, y):
+        def make():
+            args = (_Described(x, [4, 6], [6, 1], [2, 6]), Pair(y, 9), y, 5)
+            launch.run(compiled, 8, args)
+            launch._thread.starts.append((compiled, 8, args))
+            return [x]
+
+        replays.call(replay.call_key(BOUND, x, y), (x, y), make)
+
+    tensors = [torch.randn(4, 6) for _ in range(4)]
+    call(*tensors[:2])
+    call(*tensors[2:])
+    call(*tensors[2:])
+    first, second, third = launched
+    assert second == third and encoded == [tensors[0].data_ptr(), tensors[2].data_ptr()]
+
+    def known(x):
+        number = {t.data_ptr(): i % 2 for i, t in enumerate(tensors)}
+        if isinstance(x, torch.Tensor):
+            return number[x.data_ptr()]
+        return tuple(map(known, x)) if isinstance(x, tuple) else number.get(x, x)
+
+    hooks = slice(11, 13)  # there are none: Triton calls empty ones
+    assert [known(x) for x in second[:11] + second[13:]] == [known(x) for x in first[:11] + first[13:]]
+    assert second[hooks] == (None, None) and second[3] == 73

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -99,6 +100,9 @@ def io(
         typer.Option("--simulate", help="Also execute small problems with a counted memory: counts must be equal."),
     ] = False,
     measure: Annotated[bool, typer.Option("--measure", help="Also read hardware counters, with ncu on a GPU.")] = False,
+    counted: Annotated[
+        Path | None, typer.Option(help="Instead: take the counters from this result of --measure.", show_default=False)
+    ] = None,
     json: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
@@ -117,12 +121,14 @@ def io(
     fixed = None if block_m is None or block_n is None else (block_m, block_n)
     if (fixed is not None and min(fixed) < 1) or (sram is not None and sram < 1):
         raise ValueError("--block-m, --block-n and --sram must be >= 1")
-    if measure:
+    earlier = None if counted is None else io_measure.stored(counted)
+    if measure and earlier is None:
         io_measure.check()
     keys, tile = or_else(sk, sq), fixed or (128, 128)
     found: list[masks.Mask] = [tilewise.Causal("top_left" if top_left else None)] if causal or top_left else []
     found += masks_of(sq, keys, window, prefix, chunk, documents, blocks, tile)
-    measured_causal = measure and plain_or_causal(found)
+    with_counters = measure or earlier is not None
+    measured_causal = with_counters and plain_or_causal(found)
     call, _ = call_of(
         *tensors(batch, sq, keys, heads, kv_heads, dim, value_dim, dtype),
         {"mask": masks.And(tuple(found)) if found else None, "dropout_p": dropout},
@@ -142,8 +148,9 @@ def io(
         data["laws"] = show_laws()
     if simulate:
         data["simulated"] = io_simulate.run(chosen)
-    if measure:
-        data["measured"] = io_measure.run(reports, problem, one, measured_causal)
+    if with_counters:
+        data["measured"] = io_measure.run(reports, problem, one, measured_causal, earlier)
+        data |= {} if earlier is None else {"counted_on": earlier.get("counted_on", earlier["machine"])}
     if fixed is None:
         data["chips"] = by_chip(reports, asked)
     write_plot(plot, "io", data)

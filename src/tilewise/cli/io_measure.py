@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,13 +39,55 @@ def device_facts() -> dict[str, Any]:
     return {"title": found.name, "sms": found.multi_processor_count, "l2": found.L2_cache_size}
 
 
-def run(reports: dict[str, Report], problem: Problem, gpu: Gpu, causal: bool) -> list[dict[str, Any]]:
-    """Measure both passes of every system, print them beside the prediction, return them as data."""
+Row = dict[str, Any]
+
+
+def stored(path: Path) -> dict[str, Any]:
+    """A result of `tilewise io --measure`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--counted {path}: {error}") from None
+    if not isinstance(data, dict) or not data.get("measured"):
+        raise ValueError(f"--counted {path}: no result of tilewise io --measure")
+    return data
+
+
+def _measured(row: Row, dtype: str) -> Row:
+    try:
+        kernels = counters.measure(row["system"], row["shape"], row["pass"], dtype, row["dropout"])
+    except counters.CounterError as error:
+        stderr.print(f"{row['system']} {row['pass']}: {error}", markup=False)
+        return {"error": str(error)}
+    return {"counted": counters.total(kernels), "by_kernel": [{"name": k.name} | k.values for k in kernels]}
+
+
+def _counted(row: Row, earlier: Sequence[Row]) -> Row:
+    for other in earlier:
+        if all(other[name] == row[name] for name in ("system", "pass", "shape", "dropout")):
+            return {name: other[name] for name in ("device", "counted", "by_kernel", "error") if name in other}
+    raise ValueError(f"--counted: no counters of {row['system']} {row['pass']} {row['shape']} dropout {row['dropout']}")
+
+
+def run(
+    reports: dict[str, Report], problem: Problem, gpu: Gpu, causal: bool, earlier: dict[str, Any] | None
+) -> list[Row]:
+    """Measure both passes of every system, print them beside the prediction, return them as data.
+
+    Args:
+        earlier: the result of an earlier run (`stored`), whose counters are taken instead of new ones.
+    """
     if problem.Sq != problem.Sk or problem.D != problem.Dv:
         raise ValueError("--measure takes self-attention: as many keys as queries, one head dim")
     heads = str(problem.H) if problem.G == 1 else f"{problem.H}/{problem.Hkv}"
     shape = f"{problem.B}x{heads}x{problem.Sq}x{problem.D}" + (":causal" if causal else "")
-    facts = device_facts()
+    if earlier is not None and earlier["problem"]["dtype"] != short(problem.dtype):
+        raise ValueError(f"--counted: its counters are of {earlier['problem']['dtype']}, not {short(problem.dtype)}")
+    facts = device_facts() if earlier is None else earlier["measured"][0]["device"]
     if (facts["sms"], facts["l2"]) != (gpu.sms, gpu.l2):
         stderr.print(f"predicted for {gpu.title}, measured on {facts}: name the GPU here with --gpu", markup=False)
     dropout, found = problem.spec.dropout_p, []
@@ -56,19 +101,13 @@ def run(reports: dict[str, Report], problem: Problem, gpu: Gpu, causal: bool) ->
                 "tile_bytes": guess.bytes,
                 "dram_bytes": guess.memory_bytes,
             }
-            try:
-                kernels = counters.measure(name, shape, which, short(problem.dtype), dropout)
-                row["counted"] = counters.total(kernels)
-                row["by_kernel"] = [{"name": k.name} | k.values for k in kernels]
-            except counters.CounterError as error:
-                row["error"] = str(error)
-                stderr.print(f"{name} {which}: {error}", markup=False)
+            row |= _measured(row, short(problem.dtype)) if earlier is None else _counted(row, earlier["measured"])
             found.append(row)
     show(found, gpu)
     return found
 
 
-def show(found: list[dict[str, Any]], gpu: Gpu) -> None:
+def show(found: list[Row], gpu: Gpu) -> None:
     """The counters of each pass, bytes as counted and over the predicted."""
     rows = []
     for row in found:

@@ -60,10 +60,10 @@ def compare(
 ) -> None:
     """Run every system on one problem: is it exact, what does it keep, how much memory and time does it need.
 
-    Exactness is the rule of `tilewise.testing`, forward and every gradient; a system that fails is not timed. Bytes kept
-    for the backward pass are what autograd is given to save (standard: q, scaled, k, v and P; the others: q, k, v, o and
-    one or two numbers per row). The peak counts what comes on top of inputs, outputs and gradients, on a CPU in a
-    process of its own.
+    Exactness is the rule of `tilewise.testing`, forward and every gradient, of the first head; a system that fails is not
+    timed. Bytes kept for the backward pass are what autograd is given to save (standard: q, scaled, k, v and P; the others:
+    q, k, v, o and one or two numbers per row). The peak counts what comes on top of inputs, outputs and gradients, on a
+    CPU in a process of its own.
 
     Example: `tilewise lab compare --length 2048 --dim 64 --json compare.json`
     """
@@ -74,7 +74,7 @@ def compare(
     attends: dict[str, Attend] = {s.name: _bound(s, mask) for s in systems}
     sides = [] if tiles == "0" else sorted({min(side, length) for side in integers(tiles, "--tiles")})
     with stderr.status("Comparing with the float64 reference"):
-        q, k, v, do = tensors
+        q, k, v, do = (t[:1, :, :1] for t in tensors)
         inputs = Inputs(q, k, v, {"causal": causal}, do=do)
         verdicts = judge(inputs, attends)
     right = {name: attend for name, attend in attends.items() if not verdicts[name].complaints}

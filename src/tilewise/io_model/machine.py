@@ -42,6 +42,10 @@ class Memory:
         self.arrays[name][index] = value
         self.stores[name] = self.stores.get(name, 0) + self.arrays[name][index].size
 
+    def add(self, name: str, value: Array, *index: Any) -> None:
+        """Slow memory adds: what was there does not come to the chip."""
+        self.store(name, self.arrays[name][index] + value, *index)
+
     def counts(self) -> dict[str, tuple[int, int]]:
         """(loads, stores) of every tensor that moved."""
         both = {n: (self.loads.get(n, 0), self.stores.get(n, 0)) for n in {*self.loads, *self.stores}}

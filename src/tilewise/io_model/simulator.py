@@ -19,7 +19,7 @@ from tilewise.io_model.machine import Array, Call, Chip, Memory, Tile, finite
 from tilewise.plan import schedule
 from tilewise.problem import Problem
 from tilewise.spec import BoundSpec
-from tilewise.traffic import FLASH1, FLASH2, OWNED, STANDARD, Algorithm, reads_bounds
+from tilewise.traffic import FLASH1, FLASH2, FLASH3, OWNED, STANDARD, Algorithm, reads_bounds
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,13 @@ def _delta(chip: Chip, o: Array, do: Array) -> Array:
     return chip.reduce(np.sum, chip.each(o * do))
 
 
-def _keys_outer_backward(call: Call, load_statistics: Callable[..., Any], dq: str | None, m_l: bool = False) -> None:
+def _read_and_add(memory: Memory, name: str, value: Array, *at: Any) -> None:
+    memory.store(name, memory.load(name, *at) + value, *at)
+
+
+def _keys_outer_backward(
+    call: Call, load_statistics: Callable[..., Any], dq: str | None, m_l: bool = False, add: Callable = _read_and_add
+) -> None:
     """dk and dv by blocks of keys; dq added to in slow memory, or left out."""
     memory, chip, p_ = call.memory, call.chip, call.problem
     memory.allocate("dk", (p_.Hkv, p_.total_k, p_.D))
@@ -262,12 +268,12 @@ def _keys_outer_backward(call: Call, load_statistics: Callable[..., Any], dq: st
                 dv += chip.product(p.T, do)
                 dk += chip.product(ds.T, q)
                 if dq is not None:
-                    memory.store(dq, memory.load(dq, h, tile.rows) + chip.product(ds, k), h, tile.rows)
+                    add(memory, dq, chip.product(ds, k), h, tile.rows)
         memory.store("dk", dk, hkv, keys)
         memory.store("dv", dv, hkv, keys)
 
 
-def summed_backward(call: Call) -> None:
+def summed_backward(call: Call, add: Callable = _read_and_add) -> None:
     """FlashAttention-2, algorithm 2."""
     memory, chip, p_ = call.memory, call.chip, call.problem
     memory.allocate("delta", (p_.H, p_.total_q, 1))
@@ -279,8 +285,13 @@ def summed_backward(call: Call) -> None:
     def load(h: int, rows: slice, _: Array) -> tuple[Array, Array]:
         return memory.load("lse", h, rows)[:, None], memory.load("delta", h, rows)
 
-    _keys_outer_backward(call, load, dq)
+    _keys_outer_backward(call, load, dq, add=add)
     call.round(dq, "dq")
+
+
+def reduced_backward(call: Call) -> None:
+    """The same where slow memory adds by itself."""
+    summed_backward(call, Memory.add)
 
 
 def flash1_backward(call: Call) -> None:
@@ -330,5 +341,6 @@ PASSES: dict[Algorithm, tuple[Callable[[Call], None], Callable[[Call], None]]] =
     STANDARD: (standard_forward, standard_backward),
     FLASH1: (keys_outer_forward, flash1_backward),
     FLASH2: (rows_outer_forward, summed_backward),
+    FLASH3: (rows_outer_forward, reduced_backward),
     OWNED: (rows_outer_forward, owned_backward),
 }

@@ -17,6 +17,7 @@ from tilewise.tiles import cdiv
 from tilewise.traffic import (
     FLASH1,
     FLASH2,
+    FLASH3,
     OWNED,
     STANDARD,
     Account,
@@ -65,7 +66,9 @@ SYSTEMS = {
         System("standard", "standard attention", STANDARD, False, "Dao et al. 2022, algorithm 0"),
         System("flash1", "FlashAttention-1", FLASH1, True, "Dao et al. 2022, algorithms 1 and 4"),
         System("flash2", "FlashAttention-2", FLASH2, False, "Dao 2023, algorithms 1 and 2"),
-        System("flash3", "FlashAttention-3", FLASH2, False, "Shah et al. 2024: FlashAttention-2's loads, overlapped"),
+        System(
+            "flash3", "FlashAttention-3", FLASH3, False, "Shah et al. 2024: FlashAttention-2's loads; dq by reduction"
+        ),
         System("triton", "tilewise's portable kernels", OWNED, False, "backends/triton: every sum has one owner"),
     )
 }

@@ -21,7 +21,7 @@ from tilewise.cli.problems import Shape
 PASSES = ("forward", "backward")
 WARM_UP = 3
 #: Systems that are a backend of the product.
-BACKENDS = {"flash3": "gluon_backward", "triton": "triton"}
+BACKENDS = {"flash3": "gluon", "triton": "triton"}
 
 
 def attention_of(system: str, dropout: float, causal: bool = False) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tilewise.backends.device.assembler import sound_assembler
 from tilewise.lab.recompute import new_statistics
 from tilewise.lab.tiling import Tiling
 
@@ -175,7 +176,7 @@ def _launch(
         "MASKED": tiles.masked or k.shape[2] % tiles.block_n != 0,
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32", "num_warps": 4 if tiles.block_m < 64 else 8,
     }  # fmt: skip
-    with torch.cuda.device_of(q):
+    with torch.cuda.device_of(q), sound_assembler():
         kernel[(B * H,)](
             *tensors, *strides, tiles.lo, tiles.hi, first, visits, H, Sq, k.shape[2], len(tiles.keys), *factors,
             **options,

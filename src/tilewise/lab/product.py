@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from tilewise.cost import Memory, memory, workers_of
 from tilewise.lab.system import System
 from tilewise.masks import Mask
 from tilewise.problem import Problem
+from tilewise.testing import Inputs, why_not
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,10 @@ class Product(System):
     """
 
     backend: str = "cpu"
+
+    def why_not(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None = None) -> Sequence[str]:
+        own = super().why_not(q, k, v, mask)
+        return own or why_not(Inputs(q, k, v, {} if mask is None else {"mask": mask}), self.backend)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask | None) -> Tensor:
         return attention(q, k, v, mask=mask, backend=self.backend)

@@ -20,11 +20,11 @@ MakeAttend = Callable[[Tensor | None, float], Attend]
 
 
 def tilewise_attention(documents: Tensor | None, dropout_p: float = 0.0) -> Attend:
-    """The library's own: the mask is two numbers per token, and no Sq x Sk object exists."""
+    """The library's own: the mask is two numbers per token, and no Sq x Sk object exists. Its bits repeat, as do a run's."""
     mask = None if documents is None else tilewise.Document(documents)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return tilewise.attention(q, k, v, mask=mask, causal=True, dropout_p=dropout_p)
+        return tilewise.attention(q, k, v, mask=mask, causal=True, dropout_p=dropout_p, deterministic=True)
 
     return attend
 

@@ -17,10 +17,11 @@ def statistics(lse, scoring):
 
 
 @triton.jit
-def load_statistics(minus_lse, minus_delta, b, h, q_start, rows):
-    """(-lse, -delta) of the rows, -lse in the units of `statistics`."""
-    row_lse = tl.load(rows_at(minus_lse, b, h, q_start) + rows.index, mask=rows.valid, other=-float("inf"))
-    row_delta = tl.load(rows_at(minus_delta, b, h, q_start) + rows.index, mask=rows.valid, other=0.0)
+def load_statistics(minus_lse, minus_delta, b, h, q_start, q_len, i, BLOCK_M: tl.constexpr):
+    """(-lse, -delta) of the rows of tile i, -lse in the units of `statistics`."""
+    index = i * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_lse = tl.load(rows_at(minus_lse, b, h, q_start) + index, mask=index < q_len, other=-float("inf"))
+    row_delta = tl.load(rows_at(minus_delta, b, h, q_start) + index, mask=index < q_len, other=0.0)
     return row_lse, row_delta
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import triton  # pyright: ignore[reportMissingImports]
 from torch import Tensor
-from triton.runtime import _allocation  # pyright: ignore[reportMissingImports]
+
+from .assembler import sound_assembler
 
 
 class Launcher:
@@ -34,8 +35,8 @@ class Launcher:
         """
         compiled = self._compiled.get(key)
         if compiled is None:
-            _provide_scratch()
-            compiled = kernel[(grid,)](*args, **options)
+            with sound_assembler():
+                compiled = kernel[(grid,)](*args, **options)
             if compiled is not None:  # the interpreter compiles nothing
                 self._compiled[key] = compiled
         else:
@@ -46,8 +47,6 @@ class Launcher:
 
 def run(compiled: Any, grid: int, args: Sequence) -> None:
     """Start a compiled kernel on the current stream of the current device."""
-    if compiled.metadata.global_scratch_size:
-        _provide_scratch()
     driver, hooks = triton.runtime.driver.active, triton.knobs.runtime
     stream = driver.get_current_stream(driver.get_current_device())
     told = compiled.launch_metadata((grid, 1, 1), stream, *args)
@@ -75,10 +74,13 @@ def layout_key(*tensors: Tensor | None) -> tuple:
     return tuple(None if x is None else (x.shape, x.stride(), x.dtype, x.data_ptr() % 16, x.device) for x in tensors)
 
 
+_HERE = nullcontext()
+
+
 def on_device(x: Tensor) -> AbstractContextManager:
     """Make the device of `x` the current one: kernels start there. Nothing to do where it already is, which is cheaper."""
     if not x.is_cuda or x.device.index == torch.cuda.current_device():
-        return nullcontext()
+        return _HERE
     return torch.cuda.device(x.device)
 
 
@@ -90,16 +92,3 @@ def tma(*tensors: torch.Tensor) -> bool:
 @lru_cache(maxsize=4096)
 def _aligned(strides: tuple[int, ...], element_size: int) -> bool:
     return all(stride * element_size % 16 == 0 for stride in strides[:-1])
-
-
-def _allocate(size: int, _alignment: int, _stream: int | None) -> Tensor:
-    return torch.empty(size, dtype=torch.int8, device="cuda")
-
-
-def _provide_scratch() -> None:
-    """Memory for tensor descriptors built by kernels, where the user has given Triton no allocator of their own.
-
-    Each thread has its own setting; autograd's threads begin with none.
-    """
-    if isinstance(_allocation._allocator.get(), _allocation.NullAllocator):
-        triton.set_allocator(_allocate)

@@ -227,8 +227,12 @@ def _packed(seen: Tensor, block_m: int, group: int, nothing: bool) -> Tensor:
 
 
 def _list_tiles(some: Tensor, every: Tensor) -> Visit:
-    """Lists from bool (B or 1, H or 1, rows, columns): the tiles to visit, and those that need no masking."""
-    every = every & some
+    """Lists from bool (B or 1, H or 1, rows, columns): the tiles to visit, and those that need no masking.
+
+    With rows and columns that 16 divides, so are all strides: Triton would compile a kernel for each mixture.
+    """
+    rows, columns = some.shape[2:]
+    some, every = (F.pad(x, (0, -columns % 16, 0, -rows % 16)) for x in (some, every & some))
     # Stable: first the partial tiles, then the full ones, each in ascending order.
     order = torch.where(some, every.to(torch.uint8), 2).argsort(dim=3, stable=True).int().contiguous()
     full = every.sum(3, dtype=torch.int32)

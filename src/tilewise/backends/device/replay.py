@@ -6,7 +6,6 @@ makes the same few calls for ever: from the second one on it only allocates and 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple
 
@@ -17,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tilewise.backends.base import Grads, Needs
 from tilewise.spec import BoundSpec
 
-from .launch import on_device, run, started
+from .launch import on_device, started
 from .lower import Lowered, lower
 from .precision import tf32_allowed
+from .repeated import Maps, Repeated
 
 MOST = 1024  # calls that are remembered
 
@@ -30,13 +30,16 @@ def call_key(bound: BoundSpec, *tensors: Tensor) -> tuple | None:
     Tensors inside `bound` (biases, cu_seqlens, ...) are not among those that a replay replaces. One tensor given twice
     could not be told from two.
     """
-    if bound.has_tensors or any(x.data_ptr() % 16 or x.is_neg() for x in tensors):
-        return None
-    if len({*map(id, tensors)}) < len(tensors):
+    if bound.has_tensors or len({*map(id, tensors)}) < len(tensors):
         return None
     x = tensors[0]
-    tf32 = x.dtype == torch.float32 and tf32_allowed()
-    return (bound, x.dtype, x.device, tf32, *((y.shape, y.stride()) for y in tensors))
+    dtype = x.dtype
+    key = [bound, dtype, x.device, dtype == torch.float32 and tf32_allowed()]
+    for y in tensors:
+        if y.data_ptr() % 16 or y.is_neg():
+            return None
+        key += y.shape, y.stride()
+    return tuple(key)
 
 
 class Replays:
@@ -128,14 +131,12 @@ class _Watch(TorchDispatchMode):
 
 
 class _Start(NamedTuple):
-    """One kernel: its arguments, and which of them hold addresses of which tensors."""
+    """One kernel, and which of its arguments hold addresses of which tensors."""
 
-    compiled: Any
-    grid: int
-    args: list
-    structs: list[tuple[int, int, tuple]]  # place among args, tensor, what follows its address in a struct
-    addresses: list[tuple[int, int]]  # place among args, tensor
-    descriptors: list[tuple[int, int]]
+    kernel: Repeated
+    structs: list[tuple[int, int, tuple]]  # place among its arguments, tensor, what follows its address in a struct
+    addresses: list[tuple[int, int]]  # place, tensor
+    descriptors: list[tuple[int, int, Maps]]
 
 
 class _Replay:
@@ -159,24 +160,25 @@ class _Replay:
         for shape, strides, dtype, device, fill in self._made:
             new = torch.empty_strided(shape, strides, dtype=dtype, device=device)
             tensors.append(new if fill is None else new.fill_(fill))
-        addresses = [t.data_ptr() for t in tensors]
-        for start in self._starts:
-            args = start.args.copy()
-            for place, i, rest in start.structs:
-                args[place] = (addresses[i], *rest)
-            for place, i in start.addresses:
-                args[place] = addresses[i]
-            for place, i in start.descriptors:
-                args[place] = copy.copy(args[place])
-                args[place].base = tensors[i]
-            run(start.compiled, start.grid, args)
+        at = [t.data_ptr() for t in tensors]
+        for kernel, structs, addresses, descriptors in self._starts:
+            args = kernel.args.copy()
+            for place, i, rest in structs:
+                args[place] = (at[i], *rest)
+            for place, i in addresses:
+                args[place] = at[i]
+            for place, i, maps in descriptors:
+                args[place] = maps.at(at[i])
+            kernel.start(args)
         return [None if i is None else tensors[i] for i in self._outputs]
 
 
 def _start(compiled: Any, grid: int, args: tuple, numbers: dict[int, int]) -> _Start | None:
     """A start as it can be repeated, without the tensors; None if it cannot be."""
-    start = _Start(compiled, grid, list(args), [], [], [])
-    for place, arg in enumerate(args):
+    if compiled is None:
+        return None
+    start = _Start(Repeated(compiled, grid, args), [], [], [])
+    for (place, maps), arg in zip(start.kernel.places, args, strict=True):
         fields = arg if isinstance(arg, tuple) else (getattr(arg, "base", arg),)
         tensors = [field for field in fields if isinstance(field, Tensor)]
         if any(isinstance(field, (tuple, list)) for field in fields):  # a tensor in there would be kept, not replaced
@@ -186,13 +188,13 @@ def _start(compiled: Any, grid: int, args: tuple, numbers: dict[int, int]) -> _S
         if len(tensors) > 1 or fields[0] is not tensors[0] or id(tensors[0]) not in numbers:
             return None
         i = numbers[id(tensors[0])]
-        start.args[place] = None
-        if arg is tensors[0]:
-            start.addresses.append((place, i))
+        start.kernel.args[place] = None
+        if maps is not None:
+            start.descriptors.append((place, i, maps))
         elif isinstance(arg, tuple):
             start.structs.append((place, i, tuple(arg[1:])))
+        elif arg is tensors[0]:
+            start.addresses.append((place, i))
         else:
-            start.descriptors.append((place, i))
-            start.args[place] = copy.copy(arg)
-            start.args[place].base = None
-    return None if compiled is None else start
+            return None
+    return start

@@ -110,11 +110,11 @@ def row_tiles(
 
 @triton.jit
 def tile_of(entry, walk, visit):
-    """The tile that an entry stands for."""
+    """The tile that an entry stands for; any tile where the walk is over."""
     if visit is None:
         return entry
     else:
-        return tl.load(walk.listed + entry)
+        return tl.load(walk.listed + entry, mask=entry < walk.last, other=0)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from .descriptors import tma_start
 from .portable import (
     chunk_interval,
     prefix_first_row,
@@ -12,6 +13,7 @@ from .portable import (
     window_high,
     window_low,
 )
+from .structs import Boxed
 
 NO_KEY = tl.constexpr(2**31 - 1)  # larger than every key position
 
@@ -94,23 +96,21 @@ def rows_at(x, b, h, start):
 
 
 @triton.jit
-def matrix(x, b, h, start, length, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TMA: tl.constexpr):
-    """The rows of one sequence and head for `load_rows`: a tensor descriptor, or the address of the first row."""
-    base = rows_at(x, b, h, start)
-    if TMA:
-        return tl.make_tensor_descriptor(
-            base, [tl.maximum(length, 1), WIDTH], [tl.cast(x.row, tl.int64), 1], [ROWS, COLUMNS]
-        )
+def matrix(x, boxes, b, h, start):
+    """The rows of one sequence and head for `load_rows`: in boxes where there are any, else the address of the first row."""
+    if boxes is None:
+        return rows_at(x, b, h, start)
     else:
-        return base
+        return Boxed(boxes, b, h, start)
 
 
 @triton.jit
-def load_rows(source, stride, first, length, row, column, WIDTH: tl.constexpr, TMA: tl.constexpr):
+def load_rows(source, stride, first, length, row, column, WIDTH: tl.constexpr, BOXED: tl.constexpr):
     """Rows first + row of a `matrix`; beyond `length` and beyond column WIDTH it is 0."""
     COLUMNS: tl.constexpr = column.shape[0]
-    if TMA:
-        return source.load([first, 0])
+    if BOXED:
+        box = source.boxes.load(tma_start(source.boxes, source.b, source.h, source.start, length, first))
+        return tl.reshape(box, [row.shape[0], COLUMNS])
     else:
         # The offsets inside the tile do not change from tile to tile: only the address of its first row does.
         address = source + tl.cast(first, tl.int64) * stride + (row[:, None] * stride + column[None, :])

@@ -45,11 +45,11 @@ class Interval(NamedTuple):
 
 
 class Elements(NamedTuple):
-    """A (B, H, Sq, Sk) tensor, broadcast by strides of 0."""
+    """A (B, H, Sq, Sk) tensor; where it is broadcast, strides are absent."""
 
     data: Tensor
-    batch: int
-    head: int
+    batch: int | None
+    head: int | None
     row: int | None
     key: int | None
 
@@ -102,11 +102,20 @@ class Rows(NamedTuple):
     second_key: tl.tensor
 
 
+class Boxed(NamedTuple):
+    """The rows of one sequence and head in boxes of a tensor descriptor, inside a kernel."""
+
+    boxes: tl.tensor_descriptor
+    b: tl.tensor
+    h: tl.tensor
+    start: tl.tensor  # of the sequence
+
+
 class Keys(NamedTuple):
     """The keys and values of one sequence and head, inside a kernel."""
 
-    k: tl.tensor  # address of the first row
-    v: tl.tensor
+    k: tl.tensor | Boxed  # see `seqinfo.matrix`
+    v: tl.tensor | Boxed
     k_row: tl.tensor  # strides
     v_row: tl.tensor
     length: tl.tensor

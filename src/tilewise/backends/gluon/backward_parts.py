@@ -7,12 +7,13 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
+from tilewise.backends.device.descriptors import tma_start
 from tilewise.backends.device.portable import cdiv, work_order
 from tilewise.backends.device.rows import row_tiles
 from tilewise.backends.device.seqinfo import sequence
 
 from .backward_rows import sum_row
-from .pipeline import Ring, await_turn, make_barriers, make_ring, tma_start
+from .pipeline import Ring, await_turn, make_barriers, make_ring
 
 
 @builtin

@@ -8,12 +8,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
+from tilewise.backends.device.descriptors import tma_start
 from tilewise.backends.device.seqinfo import sequence
 
 from .backward_parts import broken_sums, key_tile, make_shared, meet, produce, row_sweep, tile_in
 from .backward_rows import UNSPECIALIZED, Shape, sum_row
 from .backward_steps import KEYS, narrow_step, wide_step
-from .pipeline import barriers_ready, tma_start
+from .pipeline import barriers_ready
 
 
 @gluon.jit

@@ -11,11 +11,14 @@ class ForwardConfig:
     """How the forward kernel divides its work; tiles have 64 rows for each group.
 
     Args:
-        groups: consumer warpgroups, 2 or 3.
+        groups: consumer warpgroups, 2 to 4.
         block_n: keys of a tile.
         stages: tiles of keys, and of values, in shared memory.
         registers: of a consumer's thread; the producer has the rest.
         early: half of the exponentials are computed before the wait for the previous product.
+        query_stages: consumers' tiles of queries in shared memory; more than `groups`, and the next ones come early.
+        turns: consumers issue products in turns, so that one computes products while another exponentiates.
+        draws: programs draw their work from a counter; else they share it out beforehand.
         shares_out: the output leaves through the queries' shared memory.
     """
 
@@ -24,13 +27,20 @@ class ForwardConfig:
     stages: int
     registers: int
     early: bool
+    query_stages: int
+    turns: bool = True
+    draws: bool = True
     shares_out: bool = False
 
     def __post_init__(self):
-        if self.groups not in (2, 3):
-            raise ValueError(f"groups must be 2 or 3, not {self.groups}")
+        if self.groups not in (2, 3, 4):
+            raise ValueError(f"groups must be 2, 3 or 4, not {self.groups}")
         if self.block_n not in (64, 128):
             raise ValueError(f"block_n must be 64 or 128, not {self.block_n}")
+        if self.shares_out and self.query_stages == self.groups:
+            raise ValueError("the next item's queries come before this one's output has left")
+        if self.query_stages % self.groups and self.stages > 2:
+            raise ValueError("consumers that share query stages must not be more than two tiles of keys apart")
 
     @property
     def block_m(self) -> int:
@@ -111,11 +121,14 @@ def forward_config(D: int, Dv: int) -> ForwardConfig:
     """For tiles of the larger of the two head dims."""
     dim = max(padded(D), padded(Dv))
     if dim == 64:  # 557 / 578; 4 stages 551 / 564 against 548 / 565 in another run
-        return ForwardConfig(groups=3, block_n=128, stages=2, registers=160, early=False)
+        return ForwardConfig(groups=3, block_n=128, stages=2, registers=160, early=False, query_stages=6)
     if dim == 128:  # 752 / 751
-        return ForwardConfig(groups=2, block_n=128, stages=2, registers=240, early=True)
+        return ForwardConfig(groups=2, block_n=128, stages=2, registers=240, early=True, query_stages=4)
     # 817 / 830; early off 796 / 811 and 240 registers 797 / 808 against 792 / 811 in another run
-    return ForwardConfig(groups=2, block_n=64, stages=2, registers=232, early=True, shares_out=padded(D) == padded(Dv))
+    same = padded(D) == padded(Dv)
+    return ForwardConfig(
+        groups=2, block_n=64, stages=2, registers=232, early=True, query_stages=3 if same else 2, shares_out=same
+    )
 
 
 @lru_cache(maxsize=1024)

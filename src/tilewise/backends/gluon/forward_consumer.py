@@ -9,14 +9,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
+from tilewise.backends.device.descriptors import tma_start
 from tilewise.backends.device.rows import down
 from tilewise.backends.device.scoremods import scores
 from tilewise.backends.device.seqinfo import row_interval
 from tilewise.backends.device.softmax import LN2, finish_softmax
 from tilewise.backends.device.structs import Rows
 
-from .forward_producer import FIRST, K_LEN, LAST, LSE, NOTE, Q_LEN, Q_START, ROW, ROWS, SHIFT, B, H, tile_range
-from .pipeline import Queue, Ring, await_turn, give_turn, tma_start
+from .forward_producer import FIRST, K_LEN, LAST, LSE, Q_LEN, Q_START, ROW, ROWS, SHIFT, B, H, tile_range
+from .pipeline import Queue, Ring, all_written, await_turn, give_turn
 from .registers import columns_from, exp2_early, halves, joined, keep_columns, packed, rescale, thread_sums, unpacked
 
 LOWEST = gl.constexpr(-3.0e38)  # a finite start of the maximum: differences with it are never NaN
@@ -32,7 +33,9 @@ class Shared:
     keys: Ring
     values: Ring
     out: gl.shared_memory_descriptor
-    noted: gl.shared_memory_descriptor  # 1 where some rows need `repair`
+    noted: (
+        gl.shared_memory_descriptor
+    )  # of each consumer whether there is something to `repair`; the producer's last item
 
     @gluon.constexpr_function
     def __init__(self, queue, queries, keys, values, out, noted):
@@ -97,22 +100,35 @@ def tile_scores(GROUP: gl.constexpr, product, j, masked, queue, item, interval, 
 
 
 @gluon.jit
-def first_tile(GROUP: gl.constexpr, shared, at, item, j, masked, q, interval, scoring, CFG: gl.constexpr):
-    """(p, base, total, top) of key tile j alone."""
+def begin(GROUP: gl.constexpr, shared, at, item, more, last, CFG: gl.constexpr):
+    """Issue the first product of an item, q k^T of the key tile before `last`: (at, scores that are being computed).
+
+    After the last item (not `more`) it is of what is left in shared memory, and for nothing.
+    """
     BLOCK_N: gl.constexpr = CFG.block_n
     keys = shared.keys
-    keys.wait(at)
-    await_turn(GROUP)
+    copy = item * CFG.groups + GROUP
+    if more:
+        at = skip(GROUP, shared, at, shared.queue.word(item, LAST) - last, CFG)
+        keys.wait(at)
+        shared.queries.wait(copy)
+    if CFG.turns:
+        await_turn(GROUP)
+    q, k = shared.queries.tile(copy), keys.tile(at).permute((1, 0))
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
-    s = warpgroup_mma(q, keys.tile(at).permute((1, 0)), zero, use_acc=False, is_async=True)
-    give_turn((GROUP + 1) % CFG.groups)
-    s = warpgroup_mma_wait(0, [s])
-    keys.free(at)
-    s = tile_scores(GROUP, s, j, masked, shared.queue, item, interval, scoring)
+    s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    if CFG.turns:
+        give_turn((GROUP + 1) % CFG.groups)
+    return at, s
+
+
+@gluon.jit
+def first_weights(s, scoring, DTYPE: gl.constexpr):
+    """(p, base, total, top) of the scores of one tile alone."""
     top = gl.max(s, 1) * scoring.factor
     base = gl.maximum(top, LOWEST)
     weights = gl.exp2(s * scoring.factor - base[:, None])
-    return packed(weights, keys.tiles.dtype), base, thread_sums(weights), top
+    return packed(weights, DTYPE), base, thread_sums(weights), top
 
 
 @gluon.jit
@@ -128,12 +144,14 @@ def sweep(
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
     while j >= first:
         keys.wait(at + 1)
-        await_turn(GROUP)
+        if CFG.turns:
+            await_turn(GROUP)
         s = warpgroup_mma(q, keys.tile(at + 1).permute((1, 0)), zero, use_acc=False, is_async=True)
         values.wait(at)
         operand = unpacked(p, DTYPE, OPERAND)
         acc = warpgroup_mma(operand, values.tile(at), acc, is_async=True)
-        give_turn((GROUP + 1) % CFG.groups)
+        if CFG.turns:
+            give_turn((GROUP + 1) % CFG.groups)
         s = warpgroup_mma_wait(1, [s])
         keys.free(at + 1)
         if has_bounds(interval):
@@ -170,8 +188,9 @@ def skip(GROUP: gl.constexpr, shared, at, number, CFG: gl.constexpr):
     """Let tiles pass that other consumers need."""
     for _ in range(number):
         shared.keys.wait(at)
-        await_turn(GROUP)
-        give_turn((GROUP + 1) % CFG.groups)
+        if CFG.turns:
+            await_turn(GROUP)
+            give_turn((GROUP + 1) % CFG.groups)
         shared.keys.free(at)
         shared.values.wait(at)
         shared.values.free(at)
@@ -203,90 +222,103 @@ def finish(base, total, sinks, h):
 
 
 @gluon.jit
-def write(GROUP: gl.constexpr, o_desc, lse, max_logit, notes, shared, item, acc, norm, row_lse, top):
-    """o = norm acc, lse and the largest score; rows whose o is not finite are noted, they need `repair`."""
+def thread_faults(acc, row_lse):
+    """NaN where what a thread holds of a row is not finite, though its lse is a number; else 0."""
+    faults = thread_sums(acc * 0.0)
+    known = gl.convert_layout(row_lse, gl.SliceLayout(1, faults.type.layout), assert_trivial=True)
+    return gl.where((known == known)[:, None], faults, 0.0)
+
+
+@gluon.jit
+def report(GROUP: gl.constexpr, faults, shared):
+    """After the last item: tell `repair` whether there were faults, and have all of the output be there."""
+    if gl.max(gl.max(gl.where(faults == 0.0, 0, 1), 1), 0) > 0:
+        all_written()
+        ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+        shared.noted.index(GROUP).store(gl.full([1], 1, gl.int32, ONE))
+
+
+@gluon.jit
+def write(
+    GROUP: gl.constexpr, o_desc, lse, max_logit, sinks, shared, item, acc, base, total, top, CFG: gl.constexpr
+):  # fmt: skip
+    """Write o, through shared memory, lse and the largest score; be done with the item. Returns its `thread_faults`."""
     queue = shared.queue
+    row_lse, norm = finish(base, total, sinks, queue.word(item, H))
+    faults = thread_faults(acc, row_lse)
+    copy = item * CFG.groups + GROUP
+    out = shared.out.index(copy % shared.out.shape[0])
     LINE: gl.constexpr = row_lse.type.layout
     b, h, q_start, q_len = queue.word(item, B), queue.word(item, H), queue.word(item, Q_START), queue.word(item, Q_LEN)
     row = queue.word(item, ROW) + GROUP * ROWS
-    broken = gl.convert_layout(gl.sum(acc * 0.0, 1), LINE, assert_trivial=True)  # NaN where acc is not finite
-    whole = (broken == 0.0) | (row_lse != row_lse)
-    if gl.max(gl.where(whole, 0, 1), 0) > 0:
-        gl.store(notes + queue.word(item, NOTE) + GROUP, gl.program_id(0))
-        shared.noted.store(gl.full([1], 1, gl.int32, gl.BlockedLayout([1], [32], [4], [0])))
-    else:
-        out = shared.out.index(GROUP)
-        factor = gl.convert_layout(norm, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)
-        out.reshape(acc.type.shape).store((acc * factor[:, None]).to(out.dtype))
-        fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(o_desc, tma_start(o_desc, b, h, q_start, q_len, row), out)
+    factor = gl.convert_layout(norm, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)
+    out.reshape(acc.type.shape).store((acc * factor[:, None]).to(out.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(o_desc, tma_start(o_desc, b, h, q_start, q_len, row), out)
     index = gl.arange(0, ROWS, LINE)
     valid = row + index < q_len
     gl.store(lse + queue.word(item, LSE) + GROUP * ROWS + index, row_lse, mask=valid)
     if max_logit is not None:
         gl.atomic_max(max_logit + h, gl.max(gl.where(valid, top, float("-inf")), 0) * LN2)
+    if CFG.shares_out:
+        tma.store_wait(0)
+        shared.queries.free(copy)
+    queue.free(item)
+    return faults
 
 
 @gluon.jit
 def consume(
-    GROUP: gl.constexpr, o_desc, lse, max_logit, notes, interval, scoring, sinks, shared, CFG: gl.constexpr
+    GROUP: gl.constexpr, o_desc, lse, max_logit, interval, scoring, sinks, shared, CFG: gl.constexpr
 ):  # fmt: skip
     """64 rows of every tile: o = softmax(scores(q k^T)) v."""
     BLOCK_DV: gl.constexpr = shared.out.shape[len(shared.out.shape) - 1]
     O_LAYOUT: gl.constexpr = product_layout(BLOCK_DV)
-    queue, queries, values = shared.queue, shared.queries, shared.values
-    q = queries.tile(GROUP)
-    if GROUP == CFG.groups - 1:
+    queue, queries, keys, values = shared.queue, shared.queries, shared.keys, shared.values
+    if CFG.turns and GROUP == CFG.groups - 1:
         give_turn(0)
     item = 0
     at = 0
+    faults = thread_sums(gl.zeros([ROWS, BLOCK_DV], gl.float32, O_LAYOUT))
     queue.wait(item)
-    while queue.word(item, ROW) >= 0:
-        first, full_first, full_last, last = own_tiles(GROUP, queue, item, interval, CFG.block_n)
-        at = skip(GROUP, shared, at, queue.word(item, LAST) - last, CFG)
-        queries.wait(item * CFG.groups + GROUP)
+    more = queue.word(item, ROW) >= 0
+    first, full_first, full_last, last = own_tiles(GROUP, queue, item, interval, CFG.block_n)
+    at, s = begin(GROUP, shared, at, item, more, last, CFG)
+    s = warpgroup_mma_wait(0, [s])
+    while more:
+        keys.free(at)
         j = last - 1
         masked = (j >= full_last) | (j < full_first)
-        p, base, total, top = first_tile(GROUP, shared, at, item, j, masked, q, interval, scoring, CFG)
+        s = tile_scores(GROUP, s, j, masked, queue, item, interval, scoring)
+        p, base, total, top = first_weights(s, scoring, values.tiles.dtype)
         acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, O_LAYOUT)
-        j -= 1
+        copy = item * CFG.groups + GROUP
+        q = queries.tile(copy)
         at, acc, p, base, total, top = sweep(
-            GROUP,
-            shared,
-            at,
-            item,
-            j,
-            first,
-            full_first,
-            full_last,
-            q,
-            acc,
-            p,
-            base,
-            total,
-            top,
-            interval,
-            scoring,
-            CFG,
-        )
+            GROUP, shared, at, item, j - 1, first, full_first, full_last, q, acc, p, base, total, top, interval, scoring, CFG
+        )  # fmt: skip
         if not CFG.shares_out:
-            queries.free(item * CFG.groups + GROUP)
+            queries.free(copy)
         values.wait(at)
         operand = unpacked(p, values.tiles.dtype, gl.DotOperandLayout(0, O_LAYOUT, 2))
         acc = warpgroup_mma(operand, values.tile(at), acc, is_async=True)
-        row_lse, norm = finish(base, total, sinks, queue.word(item, H))
+        # Between this product and the next one only what the next one needs; the waits for what is there keep it so.
+        queue.wait(item + 1)
+        more = queue.word(item + 1, ROW) >= 0
+        beyond = first - queue.word(item, FIRST)
+        first, full_first, full_last, last = own_tiles(GROUP, queue, item + 1, interval, CFG.block_n)
         tma.store_wait(0)  # the output before this one has left its place in shared memory
+        values.wait(at)
         acc, operand = warpgroup_mma_wait(0, [acc, operand])
         values.free(at)
-        at = skip(GROUP, shared, at + 1, first - queue.word(item, FIRST), CFG)
-        write(GROUP, o_desc, lse, max_logit, notes, shared, item, acc, norm, row_lse, top)
-        if CFG.shares_out:
-            tma.store_wait(0)
-            queries.free(item * CFG.groups + GROUP)
-        queue.free(item)
+        at = skip(GROUP, shared, at + 1, beyond, CFG)
+        at, s = begin(GROUP, shared, at, item + 1, more, last, CFG)
+        queue.wait(item + 1)
+        faults += write(GROUP, o_desc, lse, max_logit, sinks, shared, item, acc, base, total, top, CFG)
         item += 1
-        queue.wait(item)
+        s = warpgroup_mma_wait(0, [s])
     tma.store_wait(0)
-    if GROUP == 0:
+    report(GROUP, faults, shared)
+    if CFG.turns and GROUP == 0:
         await_turn(0)

@@ -3,17 +3,18 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from tilewise.backends.device.descriptors import tma_start
 from tilewise.backends.device.portable import kv_tile_range, work_order
 from tilewise.backends.device.seqinfo import row_interval, sequence
 
-from .pipeline import draw, tma_start
+from .pipeline import next_place
 
 ROWS = gl.constexpr(64)  # of one consumer: those of one warpgroup's products
 
 # The words of a work item: first query row (-1: no more work), batch, head, what `sequence` tells, key tiles from FIRST to
-# LAST, and where the numbers of the row tile begin in `lse` and the notes of its consumers in `notes`.
-ROW, B, H, Q_START, Q_LEN, K_LEN, SHIFT, FIRST, LAST, LSE, NOTE = (gl.constexpr(i) for i in range(11))
-WORDS = gl.constexpr(11)
+# LAST, and where the numbers of the row tile begin in `lse`.
+ROW, B, H, Q_START, Q_LEN, K_LEN, SHIFT, FIRST, LAST, LSE = (gl.constexpr(i) for i in range(10))
+WORDS = gl.constexpr(10)
 
 
 @gluon.jit
@@ -36,13 +37,18 @@ def produce(
     q_desc, k_desc, v_desc, lse, counter, lengths, interval, shared, heads, group, tiles, together, all_heads,
     CFG: gl.constexpr,
 ):  # fmt: skip
-    """Find out what is to do, and start the copies: queries, then keys and values, the last tile first."""
+    """Find out what is to do, and start the copies: of keys and values the last tile first.
+
+    Consumers may be an item behind. What they wait for first comes first: keys, then queries; and the next item is drawn
+    while they are busy with the last tiles of this one.
+    """
     GROUPS: gl.constexpr = CFG.groups
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     BLOCK_N: gl.constexpr = CFG.block_n
     place = gl.program_id(0)
     item = 0
     at = 0
+    last_place = -1
     while place < tiles * all_heads:
         i, b, h = row_tile(place, tiles, heads, together, all_heads)
         q_start, q_len, k_start, k_len, shift = sequence(lengths, b)
@@ -52,14 +58,24 @@ def produce(
             first = span.first
             last = gl.maximum(span.last, first + 1)  # consumers count on one tile, be it masked
             lse_start = b * lse.batch + h * lse.head + q_start + row
-            shared.queue.put(item, (row, b, h, q_start, q_len, k_len, shift, first, last, lse_start, place * GROUPS))
-            for g in gl.static_range(GROUPS):
-                shared.queries.fill(item * GROUPS + g, q_desc, tma_start(q_desc, b, h, q_start, q_len, row + g * ROWS))
+            shared.queue.put(item, (row, b, h, q_start, q_len, k_len, shift, first, last, lse_start))
+            if counter is not None:
+                gl.store(counter + 1 + place, last_place)
+                last_place = place
             for n in range(last - first):
                 key = (last - 1 - n) * BLOCK_N
                 shared.keys.fill(at, k_desc, tma_start(k_desc, b, h // group, k_start, k_len, key))
+                if n == 0:
+                    for g in gl.static_range(GROUPS):
+                        start = tma_start(q_desc, b, h, q_start, q_len, row + g * ROWS)
+                        shared.queries.fill(item * GROUPS + g, q_desc, start)
+                if n == last - first - 1:
+                    place = next_place(counter, place)
                 shared.values.fill(at, v_desc, tma_start(v_desc, b, h // group, k_start, k_len, key))
                 at += 1
             item += 1
-        place = draw(counter)
-    shared.queue.put(item, (-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0))
+        else:
+            place = next_place(counter, place)
+    if counter is not None:
+        shared.noted.index(GROUPS).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + last_place)
+    shared.queue.put(item, (-1, 0, 0, 0, 0, 0, 0, 0, 0, 0))

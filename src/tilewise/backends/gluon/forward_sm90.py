@@ -1,6 +1,6 @@
 """The forward pass on Hopper (FlashAttention-3, algorithms 1 and 2): a producer warp, two or three consumer warpgroups.
 
-One program for each multiprocessor stays and draws tiles of query rows from a counter.
+One program for each multiprocessor stays and takes one tile of query rows after the other.
 """
 
 import torch
@@ -17,7 +17,7 @@ from .configs import ForwardConfig, forward_config, options, padded
 from .descriptors import boxes
 from .forward_consumer import Shared, consume
 from .forward_producer import ROWS, WORDS, produce
-from .pipeline import COUNTER_START, barriers_ready, make_queue, make_ring
+from .pipeline import barriers_ready, make_queue, make_ring
 from .repair import repair_noted
 
 _launcher = Launcher()
@@ -25,18 +25,17 @@ _launcher = Launcher()
 
 @gluon.jit(do_not_specialize=["heads", "group", "tiles", "together", "all_heads", "D", "DV"])
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, q, k, v, o, lse, max_logit, counter, lengths, interval, scoring, sinks, heads, group,
-    tiles, together, all_heads, D, DV, CFG: gl.constexpr,
+    q_desc, k_desc, v_desc, o_desc, q, k, v, o, lse, max_logit, counter, lengths, interval, scoring, sinks, heads,
+    group, tiles, together, all_heads, D, DV, CFG: gl.constexpr,
 ):  # fmt: skip
     """o = softmax(scores(q k^T)) v, lse = log sum exp(scores), max_logit = max(scores).
 
-    `counter` begins as COUNTER_START: programs draw their work from it. So do the notes behind it: for each row tile and
-    consumer the number of the program that has to repair its rows.
+    Programs draw their work from `counter`, if any, which begins as 0. Behind it each item is given the number of the one that
+    its program had before it, or -1, in case that some are to be repaired.
     """
     GROUPS: gl.constexpr = CFG.groups
     RANK: gl.constexpr = len(q_desc.block_type.shape)
-    notes = counter + 1
-    queries = make_ring(q_desc, GROUPS, 1)
+    queries = make_ring(q_desc, CFG.query_stages, 1)
     keys = make_ring(k_desc, CFG.stages, GROUPS)
     values = make_ring(v_desc, CFG.stages, GROUPS)
     if CFG.shares_out:
@@ -44,30 +43,44 @@ def forward_kernel(
     else:
         out = gl.allocate_shared_memory(o_desc.dtype, [GROUPS] + o_desc.block_type.shape, o_desc.layout)  # noqa: RUF005
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    noted = gl.allocate_shared_memory(gl.int32, [1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    noted.store(gl.full([1], 0, gl.int32, ONE))
+    noted = gl.allocate_shared_memory(gl.int32, [GROUPS + 1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    for g in gl.static_range(GROUPS):
+        noted.index(g).store(gl.full([1], 0, gl.int32, ONE))
     shared = Shared(make_queue(WORDS, GROUPS), queries, keys, values, out, noted)
     barriers_ready()
     if GROUPS == 2:
         gl.warp_specialize([
-            (consume, (0, o_desc, lse.data, max_logit, notes, interval, scoring, sinks, shared, CFG)),
-            (consume, (1, o_desc, lse.data, max_logit, notes, interval, scoring, sinks, shared, CFG)),
+            (consume, (0, o_desc, lse.data, max_logit, interval, scoring, sinks, shared, CFG)),
+            (consume, (1, o_desc, lse.data, max_logit, interval, scoring, sinks, shared, CFG)),
             (produce, (q_desc, k_desc, v_desc, lse, counter, lengths, interval, shared, heads, group, tiles, together,
                        all_heads, CFG)),
         ], [4, 1], [CFG.registers, CFG.producer_registers])  # fmt: skip
-    else:
+    elif GROUPS == 3:
         gl.warp_specialize([
-            (consume, (0, o_desc, lse.data, max_logit, notes, interval, scoring, sinks, shared, CFG)),
-            (consume, (1, o_desc, lse.data, max_logit, notes, interval, scoring, sinks, shared, CFG)),
-            (consume, (2, o_desc, lse.data, max_logit, notes, interval, scoring, sinks, shared, CFG)),
+            (consume, (0, o_desc, lse.data, max_logit, interval, scoring, sinks, shared, CFG)),
+            (consume, (1, o_desc, lse.data, max_logit, interval, scoring, sinks, shared, CFG)),
+            (consume, (2, o_desc, lse.data, max_logit, interval, scoring, sinks, shared, CFG)),
             (produce, (q_desc, k_desc, v_desc, lse, counter, lengths, interval, shared, heads, group, tiles, together,
                        all_heads, CFG)),
         ], [4, 4, 1], [CFG.registers, CFG.registers, CFG.producer_registers])  # fmt: skip
-    if gl.max(noted.load(ONE), 0) > 0:
-        repair_noted(
-            q, k, v, o, lse, notes, lengths, interval, scoring, heads, group, tiles, together, all_heads, D, DV,
-            q_desc.block_type.shape[RANK - 1], v_desc.block_type.shape[RANK - 1], GROUPS,
-        )  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consume, (0, o_desc, lse.data, max_logit, interval, scoring, sinks, shared, CFG)),
+            (consume, (1, o_desc, lse.data, max_logit, interval, scoring, sinks, shared, CFG)),
+            (consume, (2, o_desc, lse.data, max_logit, interval, scoring, sinks, shared, CFG)),
+            (consume, (3, o_desc, lse.data, max_logit, interval, scoring, sinks, shared, CFG)),
+            (produce, (q_desc, k_desc, v_desc, lse, counter, lengths, interval, shared, heads, group, tiles, together,
+                       all_heads, CFG)),
+        ], [4, 4, 4, 1], [CFG.registers, CFG.registers, CFG.registers, CFG.producer_registers])  # fmt: skip
+    last_place = gl.program_id(0)
+    if counter is not None:
+        last_place = gl.max(noted.index(GROUPS).load(ONE), 0)
+    for g in range(GROUPS):
+        if gl.max(noted.index(g).load(ONE), 0) > 0:
+            repair_noted(
+                q, k, v, o, lse, counter, last_place, g, lengths, interval, scoring, heads, group, tiles, together, all_heads,
+                D, DV, q_desc.block_type.shape[RANK - 1], v_desc.block_type.shape[RANK - 1], GROUPS,
+            )  # fmt: skip
 
 
 def forward(
@@ -94,7 +107,7 @@ def forward(
         lse.fill_(-float("inf"))
     tiles = cdiv(call.lengths.max_q, config.block_m)
     items = tiles * call.B * call.H
-    counter = torch.full((1 + items * config.groups,), COUNTER_START.value, dtype=torch.int32, device=q.device)
+    counter = torch.full((1 + items,), 0, dtype=torch.int32, device=q.device) if config.draws else None
     descriptors = (
         boxes(q, ROWS.value, padded(D)),
         boxes(k, config.block_n, padded(D)),

@@ -12,9 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 FIRST_TURN = gl.constexpr(8)  # named barriers: Triton itself takes those of the lowest numbers, one for each partition
-COUNTER_START = gl.constexpr(-1)
-RAGGED = gl.constexpr(2**30)  # see `tma_start`
-QUEUED = gl.constexpr(2)  # work items on their way from producer to consumers
+QUEUED = gl.constexpr(3)  # work items on their way from producer to consumers
 
 
 @gluon.jit
@@ -80,20 +78,6 @@ def make_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     return Ring(tiles, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS))
 
 
-@gluon.jit
-def tma_start(desc, b, h, start, length, row):
-    """Where the box of the rows from `row` on lies, of a sequence at `start`, in a descriptor of `descriptors.boxes`.
-
-    Copies must stop at the end of the sequence. Dense tensors (batch, rows, heads, columns) say so themselves. A packed
-    one has its rows three times: with strides of minus one row, one row and one row, up to a multiple of 2^64. The
-    last of these dims ends at RAGGED: counted from there backwards by `length`, rows beyond the sequence lie outside.
-    """
-    if len(desc.block_type.shape) == 4:
-        return b, row, h, 0
-    else:
-        return RAGGED, start + length, RAGGED - length + row, h, 0
-
-
 @gluon.constexpr_function
 def _barrier_asm(kind, number, threads):
     return f"bar.{kind} {number}, {threads}; mov.u32 $0, 0;"
@@ -116,9 +100,25 @@ def give_turn(GROUP: gl.constexpr):
 
 
 @gluon.jit
-def draw(counter):
-    """The next work item, for programs that begin with number `program_id`; the counter starts at COUNTER_START."""
-    return gl.atomic_add(counter, 1) - COUNTER_START + gl.num_programs(0)
+def all_written():
+    """Until what this thread has copied to global memory (TMA) is there; `tma.store_wait` is until it has been read."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def next_place(counter, place):
+    """Which work item follows number `place`, for programs that begin with number `program_id`.
+
+    Drawn from a counter that starts at 0; without one programs take turns, there and back, so that a long item in one
+    round goes with a short one in the next.
+    """
+    programs = gl.num_programs(0)
+    if counter is None:
+        return (place // programs + 2) * programs - 1 - place % programs
+    else:
+        return gl.atomic_add(counter, 1) + programs
 
 
 @aggregate

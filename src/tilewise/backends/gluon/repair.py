@@ -1,7 +1,7 @@
 """Rows whose sums are not finite, summed again: an Inf or NaN among the values reaches only rows that see its key.
 
-In a product p v it reaches rows with p = 0, too. Consumers note such rows of theirs instead of writing them; when all work
-is done, the program that noted them comes here: slowly, one row at a time, but NaNs behind the mask are rare.
+In a product p v it reaches rows with p = 0, too. Consumers write such rows as they are; when all work is done, a program that
+has met some looks for them here: slowly, one row at a time, but NaNs behind the mask are rare.
 """
 
 from triton.experimental import gluon
@@ -14,6 +14,7 @@ from tilewise.backends.device.softmax import LOG2E
 from tilewise.backends.device.structs import Rows
 
 from .forward_producer import ROWS, row_tile
+from .pipeline import next_place
 
 ELEMENTS = gl.constexpr(2048)  # of a tile of keys or values here
 
@@ -61,17 +62,29 @@ def repair_row(
 
 
 @gluon.jit
+def is_broken(o, lse, b, h, q_start, row, q_len, DV, BLOCK_DV: gl.constexpr):
+    """Whether a tile of rows holds one that is not finite, though its lse is a number."""
+    LAYOUT: gl.constexpr = _by_rows(BLOCK_DV)
+    column = gl.arange(0, BLOCK_DV, gl.SliceLayout(0, LAYOUT))
+    index = row + gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
+    row_lse = gl.load(rows_at(lse, b, h, q_start) + index, mask=index < q_len, other=0.0)
+    faults = gl.sum(_load(o, b, h, q_start, index, q_len, column, DV) * 0.0, 1)
+    return gl.max(gl.where((faults == 0.0) | (row_lse != row_lse), 0, 1), 0) > 0
+
+
+@gluon.jit
 def repair_noted(
-    q, k, v, o, lse, notes, lengths, interval, scoring, heads, group, tiles, together, all_heads, D, DV,
+    q, k, v, o, lse, counter, place, consumer, lengths, interval, scoring, heads, group, tiles, together, all_heads, D, DV,
     BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr, GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """All rows that consumers of this program have noted."""
-    for note in range(tiles * all_heads * GROUPS):
-        if gl.load(notes + note) == gl.program_id(0):
-            i, b, h = row_tile(note // GROUPS, tiles, heads, together, all_heads)
-            _, q_len, _, _, _ = sequence(lengths, b)
-            first = (i * GROUPS + note % GROUPS) * ROWS
+    """The broken tiles of one consumer among the items of this program, `place` one end of them."""
+    while (place >= 0) & (place < tiles * all_heads):
+        i, b, h = row_tile(place, tiles, heads, together, all_heads)
+        q_start, q_len, _, _, _ = sequence(lengths, b)
+        first = (i * GROUPS + consumer) * ROWS
+        if is_broken(o, lse, b, h, q_start, first, q_len, DV, BLOCK_DV):
             for index in range(first, gl.minimum(first + ROWS, q_len)):
                 repair_row(
                     q, k, v, o, lse, lengths, interval, scoring, b, h, h // group, index, D, DV, BLOCK_D, BLOCK_DV
                 )
+        place = next_place(None, place) if counter is None else gl.load(counter + 1 + place)

@@ -21,7 +21,7 @@ from tilewise.backends.device.gradients import (
     statistics,
     upstream_start,
 )
-from tilewise.backends.device.launch import Launcher, layout_key, tma
+from tilewise.backends.device.launch import Launcher, layout_key
 from tilewise.backends.device.lower import Lowered, per_row, strided, visit
 from tilewise.backends.device.order import heads_together
 from tilewise.backends.device.portable import work_order
@@ -31,7 +31,7 @@ from tilewise.backends.device.structs import Keys
 from tilewise.tiles import cdiv
 
 from .bias_gradient import dbias
-from .configs import Config, backward_configs, options, padded, precision
+from .configs import Config, backward_configs, options, padded, precision, streamed
 from .products import product_from
 
 STATISTICS_ROWS = 64  # of one program of `statistics_kernel`
@@ -65,15 +65,15 @@ def statistics_kernel(
 @triton.jit
 def dq_sweep(
     walk, visit, dq, dslope, q, do, keys, rows, scoring, lse2, delta, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, CLEAN: tl.constexpr,
+    BLOCK_N: tl.constexpr, PRECISION: tl.constexpr, BOXED: tl.constexpr, CLEAN: tl.constexpr,
 ):  # fmt: skip
     """Key tiles: dq += ds k, and the slopes' share of each row. CLEAN: what no row sees is kept out."""
     n = tl.arange(0, BLOCK_N)
     for entry in tl.range(walk.first, walk.last):
         j = tile_of(entry, walk, visit)
         key = (j * BLOCK_N + n)[None, :]
-        k = load_rows(keys.k, keys.k_row, j * BLOCK_N, keys.length, n, tl.arange(0, q.shape[1]), D, TMA)
-        v = load_rows(keys.v, keys.v_row, j * BLOCK_N, keys.length, n, tl.arange(0, do.shape[1]), DV, TMA)
+        k = load_rows(keys.k, keys.k_row, j * BLOCK_N, keys.length, n, tl.arange(0, q.shape[1]), D, BOXED)
+        v = load_rows(keys.v, keys.v_row, j * BLOCK_N, keys.length, n, tl.arange(0, do.shape[1]), DV, BOXED)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
         _, ds, slope = score_gradients(
@@ -89,9 +89,9 @@ def dq_sweep(
 
 @triton.jit(do_not_specialize=["heads", "group", "tiles", "batch_heads", "together"])
 def dq_kernel(
-    q, k, v, do, minus_lse, minus_delta, dq, dslopes, lengths, interval, scoring, visit, softmax_scale, heads, group, tiles,
-    batch_heads, together, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    q, k, v, do, minus_lse, minus_delta, k_boxes, v_boxes, dq, dslopes, lengths, interval, scoring, visit, softmax_scale,
+    heads, group, tiles, batch_heads, together, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq = scale ds k with ds = p (dp - delta), dp = do v^T, p = exp(s - lse)."""
     rank, head = work_order(tl.program_id(0), tiles, batch_heads, together)
@@ -103,24 +103,22 @@ def dq_kernel(
     t = tl.arange(0, BLOCK_M)
     q_tile = load_rows(rows_at(q, b, h, q_start), q.row, i * BLOCK_M, q_len, t, tl.arange(0, BLOCK_D), D, False)
     do_tile = load_rows(rows_at(do, b, h, q_start), do.row, i * BLOCK_M, q_len, t, tl.arange(0, BLOCK_DV), DV, False)
-    row_lse, row_delta = load_statistics(minus_lse, minus_delta, b, h, q_start, rows)
+    row_lse, row_delta = load_statistics(minus_lse, minus_delta, b, h, q_start, q_len, i, BLOCK_M)
     hkv = h // group
-    keys = Keys(
-        matrix(k, b, hkv, k_start, k_len, D, BLOCK_N, BLOCK_D, TMA),
-        matrix(v, b, hkv, k_start, k_len, DV, BLOCK_N, BLOCK_DV, TMA), k.row, v.row, k_len,
-    )  # fmt: skip
+    BOXED: tl.constexpr = k_boxes is not None
+    keys = Keys(matrix(k, k_boxes, b, hkv, k_start), matrix(v, v_boxes, b, hkv, k_start), k.row, v.row, k_len)
     lse2, delta = -row_lse[:, None] * scoring.factor, -row_delta[:, None]
     last = tl.minimum((i + 1) * BLOCK_M, q_len) - 1
     walk = key_tiles(rows, h, i, i * BLOCK_M, last, k_len, shift, interval, visit, BLOCK_N)
     acc, dslope = tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.zeros([BLOCK_M], tl.float32)
     acc, dslope = dq_sweep(
         walk, visit, acc, dslope, q_tile, do_tile, keys, down(rows), scoring, lse2, delta, D, DV, BLOCK_N,
-        PRECISION, TMA, False,
+        PRECISION, BOXED, False,
     )  # fmt: skip
     if not_finite(acc) > 0:
         acc, dslope = dq_sweep(
             walk, visit, tl.zeros_like(acc), tl.zeros_like(dslope), q_tile, do_tile, keys, down(rows), scoring,
-            lse2, delta, D, DV, BLOCK_N, PRECISION, TMA, True,
+            lse2, delta, D, DV, BLOCK_N, PRECISION, BOXED, True,
         )  # fmt: skip
     if dq is not None:
         target = rows_at(dq, b, h, q_start)
@@ -131,25 +129,27 @@ def dq_kernel(
 
 @triton.jit
 def dkdv_sweep(
-    walk, visit, dk_sum, dv_sum, dk, dv, k, v, q, do, minus_lse, minus_delta, b, h, j, q_start, q_len, k_len, shift,
-    interval, scoring, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    walk, visit, dk_sum, dv_sum, dk, dv, k, v, q, do, q_boxes, do_boxes, minus_lse, minus_delta, b, h, j, q_start, q_len,
+    k_len, shift, interval, scoring, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
     CLEAN: tl.constexpr,
 ):  # fmt: skip
     """Row tiles of one head: dv += p^T do, dk += ds^T q. CLEAN: what sees no key, or is not seen, is kept out."""
     BLOCK_N: tl.constexpr = k.shape[0]
-    queries = matrix(q, b, h, q_start, q_len, D, BLOCK_M, k.shape[1], TMA)
-    upstream = matrix(do, b, h, q_start, q_len, DV, BLOCK_M, v.shape[1], TMA)
+    BOXED: tl.constexpr = q_boxes is not None
+    queries, upstream = matrix(q, q_boxes, b, h, q_start), matrix(do, do_boxes, b, h, q_start)
     key = (j * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
     t = tl.arange(0, BLOCK_M)
+    next_lse, next_delta = load_statistics(
+        minus_lse, minus_delta, b, h, q_start, q_len, tile_of(walk.first, walk, visit), BLOCK_M
+    )
     for entry in tl.range(walk.first, walk.last):
         i = tile_of(entry, walk, visit)
         rows = query_rows(i, b, h, q_start, q_len, k_len, shift, interval, scoring, BLOCK_M)
-        row_lse, row_delta = load_statistics(minus_lse, minus_delta, b, h, q_start, rows)
-        q_tile = load_rows(queries, q.row, i * BLOCK_M, q_len, t, tl.arange(0, k.shape[1]), D, TMA)
-        do_tile = load_rows(upstream, do.row, i * BLOCK_M, q_len, t, tl.arange(0, v.shape[1]), DV, TMA)
+        row_lse, row_delta = next_lse, next_delta
+        q_tile = load_rows(queries, q.row, i * BLOCK_M, q_len, t, tl.arange(0, k.shape[1]), D, BOXED)
+        do_tile = load_rows(upstream, do.row, i * BLOCK_M, q_len, t, tl.arange(0, v.shape[1]), DV, BOXED)
         if CLEAN:  # 0 times the NaN of a row that sees no key
-            sees = (row_lse > -float("inf"))[:, None]
-            q_tile, do_tile = tl.where(sees, q_tile, 0.0).to(k.dtype), tl.where(sees, do_tile, 0.0).to(k.dtype)
+            do_tile = tl.where((row_lse > -float("inf"))[:, None], do_tile, 0.0).to(k.dtype)
         start, lse2 = score_start(scoring, row_lse[None, :])
         dp_start, delta = upstream_start(scoring, row_delta[None, :])
         s = product_from(start, k, q_tile, PRECISION)
@@ -159,18 +159,24 @@ def dkdv_sweep(
         weight, ds, slope = score_gradients(
             s, dp, scoring, across(rows), key, k_len, lse2, delta, is_partial(entry, walk) | CLEAN, CLEAN
         )
+        if CLEAN:  # 0 times the NaN of a row that does not see the key; where it does, ds is NaN
+            q_tile = tl.where(q_tile * 0.0 == 0.0, q_tile, 0.0).to(k.dtype)
         if dv is not None:
             dv_sum = tl.dot(weight.to(do_tile.dtype), do_tile, dv_sum, input_precision=PRECISION)
         if dk is not None:
             dk_sum = tl.dot((ds * slope).to(q_tile.dtype), q_tile, dk_sum, input_precision=PRECISION)
+        # The next tile's products start from these: loaded there, they would be waited for.
+        next_lse, next_delta = load_statistics(
+            minus_lse, minus_delta, b, h, q_start, q_len, tile_of(entry + 1, walk, visit), BLOCK_M
+        )
     return dk_sum, dv_sum
 
 
 @triton.jit(do_not_specialize=["heads_kv", "group", "tiles", "batch_heads", "together"])
 def dkdv_kernel(
-    q, k, v, do, minus_lse, minus_delta, dk, dv, lengths, interval, scoring, visit, softmax_scale, heads_kv, group, tiles,
-    batch_heads, together, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    q, k, v, do, minus_lse, minus_delta, q_boxes, do_boxes, dk, dv, lengths, interval, scoring, visit, softmax_scale,
+    heads_kv, group, tiles, batch_heads, together, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dv = p^T do, dk = scale ds^T q, summed over the query heads of the group in fp32."""
     j, head = work_order(tl.program_id(0), tiles, batch_heads, together)
@@ -190,8 +196,8 @@ def dkdv_kernel(
     for h in range(hkv * group, (hkv + 1) * group):
         walk = row_tiles(j, b, h, q_len, k_len, shift, interval, visit, BLOCK_M, BLOCK_N)
         dk_sum, dv_sum = dkdv_sweep(
-            walk, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, minus_lse, minus_delta, b, h, j, q_start, q_len,
-            k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, TMA, False,
+            walk, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, q_boxes, do_boxes, minus_lse, minus_delta, b, h, j,
+            q_start, q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, False,
         )  # fmt: skip
     broken = 0
     if dk is not None:
@@ -207,8 +213,8 @@ def dkdv_kernel(
         for h in range(hkv * group, (hkv + 1) * group):
             walk = row_tiles(j, b, h, q_len, k_len, shift, interval, visit, BLOCK_M, BLOCK_N)
             dk_sum, dv_sum = dkdv_sweep(
-                walk, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, minus_lse, minus_delta, b, h, j, q_start,
-                q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, TMA, True,
+                walk, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, q_boxes, do_boxes, minus_lse, minus_delta, b,
+                h, j, q_start, q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, True,
             )  # fmt: skip
     valid = key < k_len
     if dk is not None:
@@ -296,9 +302,10 @@ class _Launch:
     def dq(self, dq: Tensor | None, dslopes: Tensor | None, config: Config) -> None:
         call = self.call
         tiles, heads = cdiv(call.lengths.max_q, config.block_m), call.B * call.H
-        constants = (*self.shape(config), config.descriptors and tma(self.k, self.v))
+        constants = self.shape(config)
         args = (
-            *self.inputs(), None if dq is None else strided(dq), dslopes, call.lengths, call.interval, call.scoring,
+            *self.inputs(), *streamed(config, config.block_n, self.k, self.v),
+            None if dq is None else strided(dq), dslopes, call.lengths, call.interval, call.scoring,
             visit(call, config.block_m, config.block_n), call.bound.softmax_scale, call.H, self.group, tiles, heads,
             heads_together(call, call.lengths.max_k, self.k, self.v, self.group), *constants,
         )  # fmt: skip
@@ -308,9 +315,10 @@ class _Launch:
     def dkdv(self, dk: Tensor | None, dv: Tensor | None, config: Config) -> None:
         call, heads_kv = self.call, self.k.shape[-2]
         tiles, heads = cdiv(call.lengths.max_k, config.block_n), call.B * heads_kv
-        constants = (*self.shape(config), config.descriptors and tma(self.q, self.do))
+        constants = self.shape(config)
         args = (
-            *self.inputs(), *(None if x is None else strided(x) for x in (dk, dv)), call.lengths, call.interval,
+            *self.inputs(), *streamed(config, config.block_m, self.q, self.do),
+            *(None if x is None else strided(x) for x in (dk, dv)), call.lengths, call.interval,
             call.scoring, visit(call, config.block_m, config.block_n, transposed=True), call.bound.softmax_scale,
             heads_kv, self.group, tiles, heads,
             heads_together(call, call.lengths.max_q, self.q, self.do), *constants,

@@ -1,7 +1,6 @@
 """The gradient of the bias: one program per piece of the result recomputes the tiles that it is the sum of."""
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -34,7 +33,7 @@ def tile_ds(
     lowest, _, _, highest = extremes(rows.lo, rows.hi, rows.valid)
     if (lowest < (j + 1) * BLOCK_N) & (highest > j * BLOCK_N):
         t, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
-        row_lse, row_delta = load_statistics(minus_lse, minus_delta, b, h, q_start, rows)
+        row_lse, row_delta = load_statistics(minus_lse, minus_delta, b, h, q_start, q_len, i, BLOCK_M)
         hkv = h // group
         column, value_column = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_DV)
         q_tile = load_rows(rows_at(q, b, h, q_start), q.row, i * BLOCK_M, q_len, t, column, D, False)
@@ -49,30 +48,49 @@ def tile_ds(
     return ds
 
 
-@triton.jit(do_not_specialize=["group"])
+@triton.jit
+def _owned(stride, tiles):
+    """(programs, tiles that each adds up) along a dim of the bias: its stride, absent where it is broadcast."""
+    if stride is None:
+        return 1, tiles
+    else:
+        return tiles, 1
+
+
+@triton.jit(do_not_specialize=["group", "batches", "heads", "rows", "keys"])
 def dbias_kernel(
-    q, k, v, do, minus_lse, minus_delta, dbias, owners, sums, lengths, interval, scoring, group,
+    q, k, v, do, minus_lse, minus_delta, dbias, lengths, interval, scoring, group, batches, heads, rows, keys,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dbias = ds summed over what the bias is broadcast along: one program per piece of the result.
 
-    `owners` are the grid's sizes and `sums` the numbers of (batches, heads, row tiles, key tiles) that a program adds up.
+    There are `rows` row tiles and `keys` key tiles of each of `batches` x `heads`.
     """
+    _, sum_batches = _owned(dbias.batch, batches)
+    own_heads, sum_heads = _owned(dbias.head, heads)
+    own_rows, sum_rows = _owned(dbias.row, rows)
+    own_keys, sum_keys = _owned(dbias.key, keys)
+    if dbias.row is None and dbias.key is None:  # cut by row tiles, for enough programs
+        own_rows, sum_rows = rows, 1
     place = tl.program_id(0)
-    j0, i0 = place % owners.keys, place // owners.keys % owners.rows
-    h0, b0 = place // owners.keys // owners.rows % owners.heads, place // owners.keys // owners.rows // owners.heads
+    j0, i0 = place % own_keys, place // own_keys % own_rows
+    h0, b0 = place // own_keys // own_rows % own_heads, place // own_keys // own_rows // own_heads
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for at in range(sums.batches * sums.heads * sums.rows * sums.keys):
-        j, i = j0 + at % sums.keys, i0 + at // sums.keys % sums.rows
-        rest = at // sums.keys // sums.rows
-        h, b = h0 + rest % sums.heads, b0 + rest // sums.heads
+    for at in range(sum_batches * sum_heads * sum_rows * sum_keys):
+        j, i = j0 + at % sum_keys, i0 + at // sum_keys % sum_rows
+        rest = at // sum_keys // sum_rows
+        h, b = h0 + rest % sum_heads, b0 + rest // sum_heads
         total += tile_ds(
             i, j, b, h, q, k, v, do, minus_lse, minus_delta, lengths, interval, scoring, group, D, DV, BLOCK_M, BLOCK_N,
             BLOCK_D, BLOCK_DV, PRECISION,
         )  # fmt: skip
     row, key = i0 * BLOCK_M + tl.arange(0, BLOCK_M), j0 * BLOCK_N + tl.arange(0, BLOCK_N)
-    base = dbias.data + tl.cast(b0, tl.int64) * dbias.batch + tl.cast(h0, tl.int64) * dbias.head
+    base = dbias.data
+    if dbias.batch is not None:
+        base += tl.cast(b0, tl.int64) * dbias.batch
+    if dbias.head is not None:
+        base += tl.cast(h0, tl.int64) * dbias.head
     if dbias.row is None and dbias.key is None:
         tl.store(base + i0, tl.sum(tl.sum(total, 1), 0))
     elif dbias.row is None:
@@ -84,40 +102,20 @@ def dbias_kernel(
         tl.store(base + tl.cast(row, tl.int64)[:, None] * dbias.row + key[None, :] * dbias.key, total, mask=inside)
 
 
-class Owners(NamedTuple):
-    """Sizes along batch, head, row tile and key tile."""
-
-    batches: int
-    heads: int
-    rows: int
-    keys: int
-
-
 def dbias(inputs: tuple, call: Lowered, group: int, config: Config, shape: tuple, key: tuple) -> Tensor:
     """The gradient of the bias in its own shape, padded to four dims; `inputs`, `shape`, `key` as in the other kernels."""
     bias = call.bound.bias
     assert bias is not None
     sizes = as_4d(bias).shape
-    tiles = Owners(call.B, call.H, cdiv(call.lengths.max_q, config.block_m), cdiv(call.lengths.max_k, config.block_n))
-    per_batch, per_head, per_row_, per_key = (size > 1 for size in sizes)
-    # A sum over rows and keys is cut by row tiles, for enough programs.
-    owners = Owners(
-        tiles.batches if per_batch else 1, tiles.heads if per_head else 1,
-        tiles.rows if per_row_ or not per_key else 1, tiles.keys if per_key else 1,
-    )  # fmt: skip
-    sums = Owners(*(t if own == 1 else 1 for t, own in zip(tiles, owners, strict=True)))
-    rows = sizes[2] if per_row_ or per_key else owners.rows
+    row_tiles, key_tiles = cdiv(call.lengths.max_q, config.block_m), cdiv(call.lengths.max_k, config.block_n)
+    tiles = (call.B, call.H, row_tiles, key_tiles)
+    owned = [size > 1 for size in sizes]
+    cut = not owned[2] and not owned[3]  # a sum over rows and keys: each row tile's is a number of its own
+    rows = row_tiles if cut else sizes[2]
     out = torch.zeros((sizes[0], sizes[1], rows, sizes[3]), dtype=torch.float32, device=call.device)
     if min(tiles) > 0:
-        target = Elements(
-            out,
-            out.stride(0),
-            out.stride(1),
-            out.stride(2) if per_row_ else None,
-            out.stride(3) if per_key else None,
-        )
-        args = (*inputs, target, owners, sums, call.lengths, call.interval, call.scoring, group, *shape)
-        _launcher.start(
-            dbias_kernel, (key, shape, owners, sums, layout_key(out)), math.prod(owners), args, options(config)
-        )
-    return out if rows == sizes[2] else out.sum(2, keepdim=True)
+        target = Elements(out, *(stride if own else None for stride, own in zip(out.stride(), owned, strict=True)))
+        programs = math.prod(t for t, own in zip(tiles, (*owned[:2], owned[2] or cut, owned[3]), strict=True) if own)
+        args = (*inputs, target, call.lengths, call.interval, call.scoring, group, *tiles, *shape)
+        _launcher.start(dbias_kernel, (key, shape, layout_key(out)), programs, args, options(config))
+    return out.sum(2, keepdim=True) if cut else out

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton  # pyright: ignore[reportMissingImports]
+from torch import Tensor
 
+from tilewise.backends.device.descriptors import boxable, boxes
 from tilewise.backends.device.lower import Lowered
 from tilewise.backends.device.order import multiprocessors
 from tilewise.backends.device.precision import tf32_allowed
@@ -25,6 +28,7 @@ class Config:
     num_warps: int = 4
     num_stages: int = 2
     descriptors: bool = True  # stream through tensor descriptors (TMA), where alignment allows it
+    registers: int | None = None  # of a thread, at most: 168 let three programs of four warps share a multiprocessor
 
     def __post_init__(self):
         for name, value in (("block_m", self.block_m), ("block_n", self.block_n), ("num_warps", self.num_warps)):
@@ -43,7 +47,24 @@ class DecodeConfig(Config):
 
 def options(config: Config) -> dict[str, int]:
     """What Triton's launcher is told."""
-    return {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    told = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if config.registers is not None and _limits_registers():
+        told["maxnreg"] = config.registers
+    return told
+
+
+def _limits_registers() -> bool:
+    """Only NVIDIA's compiler takes a limit."""
+    if triton.knobs.runtime.interpret:
+        return False
+    return triton.runtime.driver.active.get_current_target().backend == "cuda"
+
+
+def streamed(config: Config, rows: int, x: Tensor, y: Tensor) -> tuple[Any, Any]:
+    """Descriptors of two tensors that a kernel reads in tiles of `rows` rows; Nones where it is to do without."""
+    if not (config.descriptors and boxable(x, y)):
+        return None, None
+    return boxes(x, rows, padded(x.shape[-1])), boxes(y, rows, padded(y.shape[-1]))
 
 
 def padded(dim: int) -> int:
@@ -94,20 +115,27 @@ def fitted(config: Config, owned: int, streamed: int, by_rows: bool, limit: int)
 
 
 # Measured on one NVIDIA H200, 2026-11-30, bf16, 16,384 tokens, hidden size 2048, causal / full, TFLOP/s of the products that
-# the kernel does. Making a descriptor costs microseconds a program: short sequences are better loaded by addresses.
+# the kernel does; "descriptors" in these figures were still made by each program, but in those of 512 causal alone. There
+# three or four programs on a multiprocessor pay: each waits for its first rows and for its last stores.
 
 
-def pick_forward(dim: int, dtype: torch.dtype, keys: int) -> Config:
-    """For the larger of the two head dims and sequences of up to `keys` keys."""
+def pick_forward(dim: int, dtype: torch.dtype, keys: int, uneven: bool) -> Config:
+    """For the larger of the two head dims and sequences of up to `keys` keys; `uneven`: rows see some keys only."""
     if dtype == torch.float32:
         return Config(64, 32, 4, 2) if dim <= 128 else Config(32, 16, 4, 1)
     if dim <= 64:
+        if keys <= 512 and uneven:
+            # 512 causal 194, by addresses 189; without a limit 159, 154; (128, 64, 4, 3, False) 175; four programs 180
+            return Config(64, 64, 4, 3, registers=168)
         if keys <= 4096:
             return Config(
                 128, 64, 4, 3, False
             )  # 1K 257 / 351, 4K 374 / 410; (64, 128, 4, 3) 1K 189 / 301, 4K 348 / 415
         return Config(64, 128, 4, 3)  # 16K 431 / 457; (128, 64, 4, 3) 411 / 428
     if dim <= 128:
+        if keys <= 512 and uneven:
+            # 512 causal 228; by descriptors 204, (64, 64, 4, 3, False) 209
+            return Config(64, 32, 4, 3, False, registers=168)
         if keys <= 4096:
             return Config(64, 64, 4, 3, False)  # 1K 307 / 401, 4K 451 / 480; by descriptors 281 / 379, 446 / 475
         return Config(64, 64, 4, 3)  # 16K 509 / 514; (128, 64, 4, 2) 491 / 525, (128, 128, 8, 2) 456 / 459
@@ -126,6 +154,9 @@ def pick_dkdv(dim: int, dtype: torch.dtype, rows: int, uneven: bool) -> tuple[Co
         config = Config(32, 64, 4, 1) if dim <= 64 else Config(32, 32, 4, 1) if dim <= 128 else Config(16, 16, 4, 1)
         return config, config
     if dim <= 64:
+        if uneven and rows <= 512:
+            config = Config(32, 64, 4, 3, registers=168)  # 512 causal 234; (64, 64, 4, 3) 216, with a limit 190
+            return config, config
         # 1K 247 / 392, 2K 335 / 459, 16K 514 / 557; (64, 64, 4, 3) 1K 277 / 367, 2K 356 / 429, 16K 480 / 461
         config = Config(64, 64, 4, 3) if uneven and rows <= 2048 else Config(128, 64, 4, 2)
         return config, config
@@ -146,10 +177,15 @@ def pick_dq(dim: int, dtype: torch.dtype, keys: int, uneven: bool) -> Config:
     if dim <= 64:
         if not uneven:
             return Config(64, 64, 4, 3)  # full 1K 495, 16K 656; (128, 64, 4, 3) 449, 589
+        if keys <= 512:
+            # 512 causal 260, by addresses 253, (64, 64, 4, 2) with registers for four programs 262, without a limit 226
+            return Config(64, 64, 4, 3, registers=168)
         if keys <= 1024:
             return Config(64, 64, 4, 3, False)  # causal 512 226, 1K 321; (128, 64, 4, 3) by descriptors 213, 316
         return Config(128, 64, 4, 3)  # causal 4K 494, 16K 574; (64, 64, 4, 3) 458, 531
     if dim <= 128:
+        if keys <= 512 and uneven:
+            return Config(64, 64, 4, 2)  # 512 causal 257; (128, 64, 8, 3) 243, (64, 32, 4, 3) with 168 registers 257
         return Config(128, 64, 8, 3, keys > 2048)  # 1K 384 / 497, 16K 667 / 669; by descriptors 1K 362 / 487
     if dim <= 256:
         return Config(128, 32, 8, 3, False)  # 1K 376 / 505, 16K 636 / 627; by descriptors 346 / 473, 612 / 610
@@ -200,10 +236,10 @@ def decode_config(
 
 
 @lru_cache(maxsize=1024)
-def forward_config(D: int, Dv: int, dtype: torch.dtype, device: torch.device, keys: int) -> Config:
+def forward_config(D: int, Dv: int, dtype: torch.dtype, device: torch.device, keys: int, uneven: bool) -> Config:
     """The measured tiles of the forward kernel, as far as they fit the device."""
     owned, streamed = padded(D) * dtype.itemsize, (padded(D) + padded(Dv)) * dtype.itemsize
-    return fitted(pick_forward(max(D, Dv), dtype, keys), owned, streamed, True, shared_memory(device))
+    return fitted(pick_forward(max(D, Dv), dtype, keys, uneven), owned, streamed, True, shared_memory(device))
 
 
 @lru_cache(maxsize=1024)

@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.backends.device.launch import Launcher, layout_key, tma
+from tilewise.backends.device.launch import Launcher, layout_key
 from tilewise.backends.device.lower import Lowered, packed_visit, per_row, strided
 from tilewise.backends.device.rows import down, key_tiles, packed_rows, part_of, row_offsets
-from tilewise.backends.device.seqinfo import matrix, not_finite, rows_at, sequence
+from tilewise.backends.device.seqinfo import not_finite, rows_at, sequence
 from tilewise.backends.device.softmax import LN2, LOG2E
 from tilewise.backends.device.structs import Keys
 from tilewise.tiles import cdiv
@@ -34,7 +34,7 @@ def part_statistics(parts, part_rows, row, BLOCK_DV: tl.constexpr):
 def decode_kernel(
     q, k, v, o, lse, max_logit, parts, lengths, interval, scoring, part_rows, heads_kv, group, tiles, splits, visit, sinks,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One part of the keys: sums = sum p v, totals = sum p, p = 2^(score - top). Where there is but one: o, lse."""
     place = tl.program_id(0)
@@ -47,10 +47,7 @@ def decode_kernel(
     column = tl.arange(0, BLOCK_D)
     at = rows_at(q, b, 0, q_start) + row_offsets(q, rows)[:, None] + column[None, :]
     q_tile = tl.load(at, mask=rows.valid[:, None] & (column < D)[None, :], other=0.0)
-    keys = Keys(
-        matrix(k, b, hkv, k_start, k_len, D, BLOCK_N, BLOCK_D, TMA),
-        matrix(v, b, hkv, k_start, k_len, DV, BLOCK_N, BLOCK_DV, TMA), k.row, v.row, k_len,
-    )  # fmt: skip
+    keys = Keys(rows_at(k, b, hkv, k_start), rows_at(v, b, hkv, k_start), k.row, v.row, k_len)
     last = (tl.minimum((i + 1) * BLOCK_M, q_len * group) - 1) // group
     walk = key_tiles(rows, hkv, i, i * BLOCK_M // group, last, k_len, shift, interval, visit, BLOCK_N)
     walk = part_of(walk, split, splits)
@@ -58,7 +55,7 @@ def decode_kernel(
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc, top, total = forward_sweep(
-        walk, visit, acc, top, total, q_tile, keys, down(rows), scoring, D, DV, BLOCK_N, PRECISION, TMA
+        walk, visit, acc, top, total, q_tile, keys, down(rows), scoring, D, DV, BLOCK_N, PRECISION, False
     )
     if parts is None:
         if max_logit is not None:
@@ -78,7 +75,7 @@ def decode_kernel(
         lse2 = tl.where(lse2 == -float("inf"), float("inf"), lse2)
         repair_rows(
             target, offset, rows_at(v, b, hkv, k_start), walk, visit, q_tile, keys, down(rows), scoring, lse2, scale, D,
-            DV, BLOCK_N, min(32, BLOCK_DV), PRECISION, TMA,
+            DV, BLOCK_N, min(32, BLOCK_DV), PRECISION, False,
         )  # fmt: skip
 
 
@@ -136,9 +133,7 @@ def decode(
         strided(o), per_row(lse), max_logit if len(max_logit) else None, parts, call.lengths, call.interval, call.scoring,
         part_rows, heads_kv, group, tiles, config.splits,
     )  # fmt: skip
-    constants = (
-        D, DV, config.block_m, config.block_n, padded(D), padded(DV), precision(q.dtype), config.descriptors and tma(k, v)
-    )  # fmt: skip
+    constants = D, DV, config.block_m, config.block_n, padded(D), padded(DV), precision(q.dtype)
     key = (call.kind, layout_key(q, k, v), constants, config)
     listed = packed_visit(call, config.block_m, config.block_n, group)
     sinks = call.sinks if parts is None else None  # they join where all parts are together

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tilewise.backends.device.launch import Launcher, layout_key, tma
+from tilewise.backends.device.launch import Launcher, layout_key
 from tilewise.backends.device.lower import Lowered, per_row, strided, visit
 from tilewise.backends.device.order import heads_together
 from tilewise.backends.device.portable import work_order
@@ -16,7 +16,7 @@ from tilewise.backends.device.softmax import LN2, LOG2E, finish_softmax, update_
 from tilewise.backends.device.structs import Keys
 from tilewise.tiles import cdiv
 
-from .configs import Config, forward_config, options, padded, precision
+from .configs import Config, forward_config, options, padded, precision, streamed
 
 _launcher = Launcher()
 
@@ -24,21 +24,21 @@ _launcher = Launcher()
 @triton.jit
 def forward_sweep(
     walk, visit, acc, top, total, q, keys, rows, scoring, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr, BOXED: tl.constexpr,
 ):  # fmt: skip
     """Key tiles: s = q k^T, p = 2^(s - max), acc = alpha acc + p v."""
     n = tl.arange(0, BLOCK_N)
     for entry in tl.range(walk.first, walk.last):
         j = tile_of(entry, walk, visit)
         key = (j * BLOCK_N + n)[None, :]
-        k = load_rows(keys.k, keys.k_row, j * BLOCK_N, keys.length, n, tl.arange(0, q.shape[1]), D, TMA)
+        k = load_rows(keys.k, keys.k_row, j * BLOCK_N, keys.length, n, tl.arange(0, q.shape[1]), D, BOXED)
         s, _ = scores(tl.dot(q, tl.trans(k), input_precision=PRECISION), scoring, rows, key, keys.length)
         if is_partial(entry, walk):
             s = hide(s, scoring, rows, key, keys.length)
         p, top, total, alpha = update_softmax(s, top, total, scoring.factor)
         if scoring.seed is not None:
             p = drop(p, scoring, rows, key)
-        v = load_rows(keys.v, keys.v_row, j * BLOCK_N, keys.length, n, tl.arange(0, acc.shape[1]), DV, TMA)
+        v = load_rows(keys.v, keys.v_row, j * BLOCK_N, keys.length, n, tl.arange(0, acc.shape[1]), DV, BOXED)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
     return acc, top, total
 
@@ -46,7 +46,7 @@ def forward_sweep(
 @triton.jit
 def repair_rows(
     o, offset, v_base, walk, visit, q, keys, rows, scoring, lse2, scale, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, BOXED: tl.constexpr,
 ):  # fmt: skip
     """Write the rows' outputs again, at o + offset, with every value taken only by the rows that see it.
 
@@ -61,7 +61,7 @@ def repair_rows(
         for entry in tl.range(walk.first, walk.last, num_stages=1):
             j = tile_of(entry, walk, visit)
             key = (j * BLOCK_N + n)[None, :]
-            k = load_rows(keys.k, keys.k_row, j * BLOCK_N, keys.length, n, tl.arange(0, q.shape[1]), D, TMA)
+            k = load_rows(keys.k, keys.k_row, j * BLOCK_N, keys.length, n, tl.arange(0, q.shape[1]), D, BOXED)
             s, _ = scores(tl.dot(q, tl.trans(k), input_precision=PRECISION), scoring, rows, key, keys.length)
             s = hide(s, scoring, rows, key, keys.length)
             p = tl.math.exp2(s * scoring.factor - lse2[:, None])
@@ -96,9 +96,9 @@ def write_rows(o, lse, sinks, acc, top, total, rows, q_start, scoring, DV: tl.co
 
 @triton.jit(do_not_specialize=["heads", "group", "tiles", "batch_heads", "together"])
 def forward_kernel(
-    q, k, v, o, lse, max_logit, lengths, interval, scoring, visit, sinks, heads, group, tiles, batch_heads, together,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    q, k, v, k_boxes, v_boxes, o, lse, max_logit, lengths, interval, scoring, visit, sinks, heads, group, tiles,
+    batch_heads, together, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """o = softmax(scores(q k^T)) v, lse = log sum exp(scores), max_logit = max(scores)."""
     rank, head = work_order(tl.program_id(0), tiles, batch_heads, together)
@@ -111,17 +111,15 @@ def forward_kernel(
     q_base = rows_at(q, b, h, q_start)
     q_tile = load_rows(q_base, q.row, i * BLOCK_M, q_len, t, tl.arange(0, BLOCK_D), D, False)
     hkv = h // group
-    keys = Keys(
-        matrix(k, b, hkv, k_start, k_len, D, BLOCK_N, BLOCK_D, TMA),
-        matrix(v, b, hkv, k_start, k_len, DV, BLOCK_N, BLOCK_DV, TMA), k.row, v.row, k_len,
-    )  # fmt: skip
+    BOXED: tl.constexpr = k_boxes is not None
+    keys = Keys(matrix(k, k_boxes, b, hkv, k_start), matrix(v, v_boxes, b, hkv, k_start), k.row, v.row, k_len)
     last = tl.minimum((i + 1) * BLOCK_M, q_len) - 1
     walk = key_tiles(rows, h, i, i * BLOCK_M, last, k_len, shift, interval, visit, BLOCK_N)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
     top = tl.full([BLOCK_M], -float("inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc, top, total = forward_sweep(
-        walk, visit, acc, top, total, q_tile, keys, down(rows), scoring, D, DV, BLOCK_N, PRECISION, TMA
+        walk, visit, acc, top, total, q_tile, keys, down(rows), scoring, D, DV, BLOCK_N, PRECISION, BOXED
     )
     if max_logit is not None:
         highest = tl.max(tl.where(rows.valid, top, -float("inf")), 0) * LN2
@@ -131,7 +129,7 @@ def forward_kernel(
         lse2 = tl.where(row_lse == -float("inf"), float("inf"), row_lse * LOG2E)
         repair_rows(
             rows_at(o, b, 0, q_start), row_offsets(o, rows), rows_at(v, b, hkv, k_start), walk, visit, q_tile, keys,
-            down(rows), scoring, lse2, scale, D, DV, BLOCK_N, min(32, BLOCK_DV), PRECISION, TMA,
+            down(rows), scoring, lse2, scale, D, DV, BLOCK_N, min(32, BLOCK_DV), PRECISION, BOXED,
         )  # fmt: skip
 
 
@@ -160,18 +158,16 @@ def forward(
         o, lse (natural logarithm), max_logit (H,): the largest visible score of each head; (0,) where not asked for.
     """
     D, DV = q.shape[-1], v.shape[-1]
-    config = config or forward_config(D, DV, q.dtype, q.device, call.lengths.max_k)
+    config = config or forward_config(D, DV, q.dtype, q.device, call.lengths.max_k, bool(call.bound.masks))
     o, lse, max_logit = new_outputs(q, v, call)
     tiles, heads, group = cdiv(call.lengths.max_q, config.block_m), call.B * call.H, call.H // k.shape[-2]
     if tiles * call.B == 0:
         return o, lse, max_logit
     listed = visit(call, config.block_m, config.block_n)
-    constants = (
-        D, DV, config.block_m, config.block_n, padded(D), padded(DV), precision(q.dtype),
-        config.descriptors and tma(k, v),
-    )  # fmt: skip
+    constants = D, DV, config.block_m, config.block_n, padded(D), padded(DV), precision(q.dtype)
     args = (
-        strided(q), strided(k), strided(v), strided(o), per_row(lse), max_logit if len(max_logit) else None, call.lengths,
+        strided(q), strided(k), strided(v), *streamed(config, config.block_n, k, v), strided(o),
+        per_row(lse), max_logit if len(max_logit) else None, call.lengths,
         call.interval, call.scoring, listed, call.sinks, call.H, group, tiles, heads,
         heads_together(call, call.lengths.max_k, k, v, group), *constants,
     )  # fmt: skip
