@@ -71,7 +71,7 @@ def _is_plain(q: Tensor, k: Tensor, v: Tensor, aux: list[Tensor]) -> bool:
         and type(v) in _PLAIN
         and (not aux or all(type(t) in _PLAIN for t in aux))
         and torch._C._len_torch_dispatch_stack() == 0
-        and q.device.type != "meta"
+        and not q.is_meta
     )
 
 

@@ -195,3 +195,21 @@ def test_a_replay_below_triton_s_launcher_passes_on_what_it_would(monkeypatch):
     hooks = slice(11, 13)  # there are none: Triton calls empty ones
     assert [known(x) for x in second[:11] + second[13:]] == [known(x) for x in first[:11] + first[13:]]
     assert second[hooks] == (None, None) and second[3] == 73
+
+
+def test_only_an_empty_vector_is_the_same_in_all_calls(kernel):
+    replays = replay.Replays()
+
+    def call():
+        x = torch.randn(4, 6)
+
+        def make():
+            out, nothing, no_rows = x.new_empty(x.shape), x.new_empty(0), x.new_empty((0, 6))
+            launch.Launcher().start(kernel, "key", 1, (x, out), {})
+            return out, nothing, no_rows
+
+        return replays.call(replay.call_key(BOUND, x), (x,), make)
+
+    _, (out, nothing, no_rows), (other_out, other_nothing, other_no_rows) = call(), call(), call()
+    assert nothing is other_nothing and nothing.shape == (0,)
+    assert out is not other_out and no_rows is not other_no_rows

@@ -30,7 +30,7 @@ class Repeated:
 
     def __init__(self, compiled: Any, grid: int, args: Sequence):
         self._compiled, self._grid = compiled, grid
-        self._launch = _below(compiled)
+        self._launch, self._knobs = _below(compiled), triton.knobs.runtime
         #: Of each argument: where it stands in `args`, and its `Maps` if it is a descriptor of which those are made.
         self.places: list[tuple[int, Maps | None]] = []
         self.args: list = []
@@ -54,7 +54,7 @@ class Repeated:
         if self._launch is None:
             run(self._compiled, self._grid, args)
             return
-        enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+        enter, leave = self._knobs.launch_enter_hook, self._knobs.launch_exit_hook
         args[STREAM] = stream = self._stream(self._device)
         if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a chain of hooks may be empty
             args[HOOKS] = self._compiled.launch_metadata((self._grid, 1, 1), stream), enter, leave
@@ -84,21 +84,17 @@ class Maps:
     def __init__(self, descriptor: Any, metadata: Any):
         self._descriptor, self._metadata = copy.copy(descriptor), metadata
         self._descriptor.base = None
-        self._known: dict[int, Any] = {}
+        self.known: dict[int, Any] = {}  # by address: training loops come back to the same few
 
-    def at(self, address: int) -> Any:
-        """For a tensor at this address. Training loops come back to the same few."""
-        found = self._known.get(address)
-        return self._encode(address) if found is None else found
-
-    def _encode(self, address: int) -> Any:
+    def encode(self, address: int) -> Any:
+        """For a tensor at an address that is not known yet."""
         from triton.backends.nvidia.driver import make_tensordesc_arg  # noqa: PLC0415  # pyright: ignore  see `_below`
 
         described = copy.copy(self._descriptor)
         described.base = _Address(address)
-        if len(self._known) >= MOST_MAPS:
-            self._known.clear()
-        found = self._known[address] = make_tensordesc_arg(described, self._metadata)[0]
+        if len(self.known) >= MOST_MAPS:
+            self.known.clear()
+        found = self.known[address] = make_tensordesc_arg(described, self._metadata)[0]
         return found
 
 

@@ -17,8 +17,7 @@ class ForwardConfig:
         registers: of a consumer's thread; the producer has the rest.
         early: half of the exponentials are computed before the wait for the previous product.
         query_stages: consumers' tiles of queries in shared memory; more than `groups`, and the next ones come early.
-        turns: consumers issue products in turns, so that one computes products while another exponentiates.
-        draws: programs draw their work from a counter; else they share it out beforehand.
+        draws: programs draw their work from a counter, which is one more kernel to fill; else it is shared out beforehand.
         shares_out: the output leaves through the queries' shared memory.
     """
 
@@ -28,7 +27,6 @@ class ForwardConfig:
     registers: int
     early: bool
     query_stages: int
-    turns: bool = True
     draws: bool = True
     shares_out: bool = False
 
@@ -113,22 +111,40 @@ def padded(dim: int) -> int:
     return max(64, 1 << (dim - 1).bit_length())
 
 
-# Measured on one NVIDIA H200, 2026-11-30, bf16, 16,384 tokens, hidden size 2048, causal / full at 16K tokens; TFLOP/s.
+SHORT = 1024  # keys
+
+# Measured on one NVIDIA H200, 2026-11-30, bf16, 16,384 tokens, hidden size 2048, causal / full; TFLOP/s. See notes.md.
 
 
 @lru_cache(maxsize=1024)
-def forward_config(D: int, Dv: int) -> ForwardConfig:
-    """For tiles of the larger of the two head dims."""
+def forward_config(D: int, Dv: int, max_k: int, even: bool, plain: bool) -> ForwardConfig:
+    """For tiles of the larger of the two head dims.
+
+    Args:
+        D, Dv: head dims.
+        max_k: keys of the longest sequence.
+        even: all tiles of rows take equally long.
+        plain: nothing modifies the scores, which takes registers, and keys are bounded above at most.
+    """
     dim = max(padded(D), padded(Dv))
-    if dim == 64:  # 557 / 578; 4 stages 551 / 564 against 548 / 565 in another run
+    if dim == 64:
+        if plain and max_k <= SHORT:  # 512: 269 / 412, 1024: 335 / 463; three consumers 222 / 366 and 309 / 434
+            return ForwardConfig(
+                groups=4, block_n=64, stages=4, registers=112, early=False, query_stages=8, draws=False
+            )  # fmt: skip
+        # 16384: 557 / 578. Work shared out beforehand 529 instead of 543 (4096, full): three tiles a head, 132 programs.
         return ForwardConfig(groups=3, block_n=128, stages=2, registers=160, early=False, query_stages=6)
-    if dim == 128:  # 752 / 751
-        return ForwardConfig(groups=2, block_n=128, stages=2, registers=240, early=True, query_stages=4)
-    # 817 / 830; early off 796 / 811 and 240 registers 797 / 808 against 792 / 811 in another run
+    if dim == 128:  # 512: 328 / 553, shared out beforehand 305 / 547; 16384: 752 / 751
+        return ForwardConfig(
+            groups=2, block_n=128, stages=2, registers=240, early=True, query_stages=4, draws=not even
+        )  # fmt: skip
+    # 512: 352 / 557, shared out beforehand 304 / 570; with two query stages 337 / 549. 16384: 817 / 830; early off 796 / 811
+    # and 240 registers 797 / 808 against 792 / 811 in another run.
     same = padded(D) == padded(Dv)
     return ForwardConfig(
-        groups=2, block_n=64, stages=2, registers=232, early=True, query_stages=3 if same else 2, shares_out=same
-    )
+        groups=2, block_n=64, stages=2, registers=232, early=True, query_stages=3 if same else 2, draws=not even,
+        shares_out=same,
+    )  # fmt: skip
 
 
 @lru_cache(maxsize=1024)

@@ -65,6 +65,18 @@ def has_bounds(interval):
     return has_low(interval) or interval.right is not None or interval.prefix is not None
 
 
+@gluon.constexpr_function
+def begins_early(no_left, no_right, no_prefix, no_chunk, config):
+    """Whether the first product of an item is issued before the output of the one before it is written.
+
+    Not where output leaves through the place of those queries; nor where consumers let tiles of others pass in between:
+    the output would have to wait for these.
+    """
+    if config.shares_out or not (no_left and no_chunk):
+        return False
+    return config.block_m <= config.block_n or (no_right and no_prefix)
+
+
 @gluon.jit
 def own_rows(GROUP: gl.constexpr, queue, item, interval, LINE: gl.constexpr):
     """The query rows of this consumer. What is told of the item stays in shared memory till it is needed."""
@@ -112,13 +124,11 @@ def begin(GROUP: gl.constexpr, shared, at, item, more, last, CFG: gl.constexpr):
         at = skip(GROUP, shared, at, shared.queue.word(item, LAST) - last, CFG)
         keys.wait(at)
         shared.queries.wait(copy)
-    if CFG.turns:
-        await_turn(GROUP)
+    await_turn(GROUP)
     q, k = shared.queries.tile(copy), keys.tile(at).permute((1, 0))
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
     s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
-    if CFG.turns:
-        give_turn((GROUP + 1) % CFG.groups)
+    give_turn((GROUP + 1) % CFG.groups)
     return at, s
 
 
@@ -144,14 +154,12 @@ def sweep(
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
     while j >= first:
         keys.wait(at + 1)
-        if CFG.turns:
-            await_turn(GROUP)
+        await_turn(GROUP)
         s = warpgroup_mma(q, keys.tile(at + 1).permute((1, 0)), zero, use_acc=False, is_async=True)
         values.wait(at)
         operand = unpacked(p, DTYPE, OPERAND)
         acc = warpgroup_mma(operand, values.tile(at), acc, is_async=True)
-        if CFG.turns:
-            give_turn((GROUP + 1) % CFG.groups)
+        give_turn((GROUP + 1) % CFG.groups)
         s = warpgroup_mma_wait(1, [s])
         keys.free(at + 1)
         if has_bounds(interval):
@@ -188,9 +196,8 @@ def skip(GROUP: gl.constexpr, shared, at, number, CFG: gl.constexpr):
     """Let tiles pass that other consumers need."""
     for _ in range(number):
         shared.keys.wait(at)
-        if CFG.turns:
-            await_turn(GROUP)
-            give_turn((GROUP + 1) % CFG.groups)
+        await_turn(GROUP)
+        give_turn((GROUP + 1) % CFG.groups)
         shared.keys.free(at)
         shared.values.wait(at)
         shared.values.free(at)
@@ -275,8 +282,11 @@ def consume(
     """64 rows of every tile: o = softmax(scores(q k^T)) v."""
     BLOCK_DV: gl.constexpr = shared.out.shape[len(shared.out.shape) - 1]
     O_LAYOUT: gl.constexpr = product_layout(BLOCK_DV)
+    EARLY: gl.constexpr = begins_early(
+        interval.left is None, interval.right is None, interval.prefix is None, interval.chunk is None, CFG
+    )
     queue, queries, keys, values = shared.queue, shared.queries, shared.keys, shared.values
-    if CFG.turns and GROUP == CFG.groups - 1:
+    if GROUP == CFG.groups - 1:
         give_turn(0)
     item = 0
     at = 0
@@ -289,8 +299,7 @@ def consume(
     while more:
         keys.free(at)
         j = last - 1
-        masked = (j >= full_last) | (j < full_first)
-        s = tile_scores(GROUP, s, j, masked, queue, item, interval, scoring)
+        s = tile_scores(GROUP, s, j, (j >= full_last) | (j < full_first), queue, item, interval, scoring)
         p, base, total, top = first_weights(s, scoring, values.tiles.dtype)
         acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, O_LAYOUT)
         copy = item * CFG.groups + GROUP
@@ -303,22 +312,31 @@ def consume(
         values.wait(at)
         operand = unpacked(p, values.tiles.dtype, gl.DotOperandLayout(0, O_LAYOUT, 2))
         acc = warpgroup_mma(operand, values.tile(at), acc, is_async=True)
-        # Between this product and the next one only what the next one needs; the waits for what is there keep it so.
-        queue.wait(item + 1)
-        more = queue.word(item + 1, ROW) >= 0
-        beyond = first - queue.word(item, FIRST)
-        first, full_first, full_last, last = own_tiles(GROUP, queue, item + 1, interval, CFG.block_n)
-        tma.store_wait(0)  # the output before this one has left its place in shared memory
-        values.wait(at)
-        acc, operand = warpgroup_mma_wait(0, [acc, operand])
-        values.free(at)
-        at = skip(GROUP, shared, at + 1, beyond, CFG)
-        at, s = begin(GROUP, shared, at, item + 1, more, last, CFG)
-        queue.wait(item + 1)
-        faults += write(GROUP, o_desc, lse, max_logit, sinks, shared, item, acc, base, total, top, CFG)
+        if EARLY:
+            # Between this product and the next one only what the next one needs; waits for what is there keep it so.
+            queue.wait(item + 1)
+            more = queue.word(item + 1, ROW) >= 0
+            first, full_first, full_last, last = own_tiles(GROUP, queue, item + 1, interval, CFG.block_n)
+            tma.store_wait(0)  # the output before this one has left its place in shared memory
+            values.wait(at)
+            acc, operand = warpgroup_mma_wait(0, [acc, operand])
+            values.free(at)
+            at, s = begin(GROUP, shared, at + 1, item + 1, more, last, CFG)
+            queue.wait(item + 1)
+            faults += write(GROUP, o_desc, lse, max_logit, sinks, shared, item, acc, base, total, top, CFG)
+        else:
+            tma.store_wait(0)
+            acc, operand = warpgroup_mma_wait(0, [acc, operand])
+            values.free(at)
+            at = skip(GROUP, shared, at + 1, first - queue.word(item, FIRST), CFG)
+            faults += write(GROUP, o_desc, lse, max_logit, sinks, shared, item, acc, base, total, top, CFG)
+            queue.wait(item + 1)
+            more = queue.word(item + 1, ROW) >= 0
+            first, full_first, full_last, last = own_tiles(GROUP, queue, item + 1, interval, CFG.block_n)
+            at, s = begin(GROUP, shared, at, item + 1, more, last, CFG)
         item += 1
         s = warpgroup_mma_wait(0, [s])
     tma.store_wait(0)
     report(GROUP, faults, shared)
-    if CFG.turns and GROUP == 0:
+    if GROUP == 0:
         await_turn(0)

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from tilewise.backends.device.launch import Launcher, layout_key
 from tilewise.backends.device.lower import Lowered, per_row, strided
 from tilewise.backends.device.order import heads_together, multiprocessors
+from tilewise.backends.device.structs import Interval
 from tilewise.tiles import cdiv
 
 from .configs import ForwardConfig, forward_config, options, padded
@@ -83,6 +84,13 @@ def forward_kernel(
             )  # fmt: skip
 
 
+def _config(D: int, DV: int, call: Lowered) -> ForwardConfig:
+    bounds = call.interval
+    even = not call.varlen and bounds == Interval()
+    plain = not call.varlen and call.scoring.scale is None and bounds == Interval(right=bounds.right)
+    return forward_config(D, DV, call.lengths.max_k, even, plain)
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, call: Lowered, config: ForwardConfig | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,7 +105,7 @@ def forward(
         o, lse (natural logarithm), max_logit (H,): the largest visible score of each head; (0,) where not asked for.
     """
     D, DV, G = q.shape[-1], v.shape[-1], call.H // k.shape[-2]
-    config = config or forward_config(D, DV)
+    config = config or _config(D, DV, call)
     o = q.new_empty((*q.shape[:-1], DV))
     lse = q.new_empty(call.lse_shape, dtype=torch.float32)
     asked = call.bound.spec.max_logit
