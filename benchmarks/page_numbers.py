@@ -129,6 +129,20 @@ def tiles(n: int, block: int = 128, **options: Any) -> Any:
     return tilewise.explain(x, x, x, block_m=block, block_n=block, **options).cost.tiles
 
 
+def measured(system: str, which: str) -> dict[str, Any]:
+    """What hardware counters of one H200 said, and the model."""
+    rows = stored("io-h200-measured-hopper")["measured"]
+    return next(row for row in rows if (row["system"], row["pass"]) == (system, which))
+
+
+def counted(system: str, which: str, level: str) -> float:
+    return measured(system, which)["counted"][level]
+
+
+def model(system: str, which: str, level: str) -> float:
+    return measured(system, which)["predicted"][level]
+
+
 # ---- memory, density, generations, training ----
 
 

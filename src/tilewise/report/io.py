@@ -11,7 +11,6 @@ from tilewise.report import picture
 from tilewise.report.pieces import Panel, Section, Table, digits, fold, listed, ms, sentence
 
 PASSES = ("forward", "backward")
-SAME = ("flash3",)  # moves what flash2 moves
 LEVELS = {"tile_bytes": "L2 to SM and back", "dram_bytes": "DRAM"}
 Systems = dict[str, dict[str, Any]]
 
@@ -49,13 +48,22 @@ def _both(system: dict[str, Any]) -> int:
     return sum(total_bytes(system[which]) for which in PASSES)
 
 
+def _different(systems: Systems, passes: Sequence[str]) -> Systems:
+    """The systems without those that move and compute what one before them does."""
+    found: Systems = {}
+    for name, system in systems.items():
+        if all(any(system[p]["predicted"] != other[p]["predicted"] for p in passes) for other in found.values()):
+            found[name] = system
+    return found
+
+
 def _says(systems: Systems) -> list[str]:
     if "standard" not in systems:
         return []
     base = systems["standard"]
     found = []
-    for name, system in systems.items():
-        if name != "standard" and name not in SAME:
+    for name, system in _different(systems, PASSES).items():
+        if name != "standard":
             behind = [sum(s[which]["predicted"]["memory_bytes"] for which in PASSES) for s in (base, system)]
             found.append(
                 f"{name} loads and stores {human(_both(system), 'B')}, {fold(_both(base) / _both(system))} fewer than "
@@ -74,7 +82,7 @@ def _peak(gpu: dict[str, Any], dtype: str) -> float:
 def _roofline(
     systems: Systems, measured: Sequence[dict[str, Any]], gpu: dict[str, Any], dtype: str, which: str
 ) -> Panel:
-    shown = {name: s[which] for name, s in systems.items() if name not in SAME}
+    shown = {name: s[which] for name, s in _different(systems, [which]).items()}
     says = "At least: " + "; ".join(
         f"{name} {ms(one['predicted']['seconds'])}, bound by {one['predicted']['bound']} at "
         f"{digits(one['predicted']['intensity'])} FLOPs a byte"
@@ -126,7 +134,7 @@ def _draw_roofline(
 
 
 def _moved(systems: Systems) -> Panel:
-    names = [name for name in systems if name not in SAME]
+    names = list(_different(systems, PASSES))
     inner = [_both(systems[name]) / 1e9 for name in names]
     outer = [sum(systems[name][which]["predicted"]["memory_bytes"] for which in PASSES) / 1e9 for name in names]
     says = listed(f"{name} {digits(b)} GB" for name, b in zip(names, inner))
