@@ -7,7 +7,9 @@ import torch
 from compiling import SHARED_BYTES, compile_hopper_backward, product_loops, serialized, spilled_bytes
 
 from tilewise.backends.base import Needs
+from tilewise.backends.device.lower import FAR
 from tilewise.backends.gluon import elsewhere
+from tilewise.backends.gluon.descriptors import as_boxes
 from tilewise.testing import Case, bind, make_inputs
 
 CAUSAL = ("causal",)
@@ -60,3 +62,12 @@ def test_what_the_kernel_lacks_is_computed_elsewhere():
     assert elsewhere(bind(inputs), plain._replace(dslopes=True))
     inputs.options["deterministic"] = True
     assert elsewhere(bind(inputs), plain)
+
+
+@pytest.mark.parametrize("strides", [(32, 2**29, 16, 1), (2**24 * 6 + 1, 2**24, 2**23, 1), (0, 32, 16, 1)])
+def test_rows_far_apart_are_copied(strides):
+    """Kernels around the main one count in 32 bits inside a tile."""
+    x = as_boxes(torch.empty_strided((2, 6, 2, 16), strides, dtype=torch.bfloat16, device="meta"))
+    assert x.shape == (2, 6, 2, 16) and 0 < x.stride(-3) < FAR and x.stride(0) > 0
+    many_heads = as_boxes(torch.empty(1, 130, 70_000, 256, dtype=torch.bfloat16, device="meta"))
+    assert many_heads.stride(-3) == 256

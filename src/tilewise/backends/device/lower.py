@@ -22,6 +22,7 @@ from .structs import Interval, Lengths, Scoring, Strided, Visit
 
 LOG2E = 1.0 / math.log(2.0)
 NO_KEY = 2**31 - 1
+FAR = 2**23  # elements between rows from which 256 of them no longer fit in the 32-bit offsets inside a tile
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,6 +125,16 @@ def _lower(
 
 
 _lower_bare = lru_cache(maxsize=256)(_lower)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """`x` as kernels read it, consecutive along its last dim and rows not FAR apart: a copy only where it is not so."""
+    x = x.resolve_neg()
+    if (x.stride(-1) == 1 or x.size(-1) == 1) and x.stride(-3) < FAR:
+        return x
+    # Rows of many thousand heads are far apart in a contiguous tensor, too: heads outside rows.
+    near = x.shape[-2] * x.shape[-1] < FAR
+    return x.contiguous() if near else x.transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
 def strided(x: Tensor) -> Strided:

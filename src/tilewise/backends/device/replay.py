@@ -97,9 +97,9 @@ def replayed_backward(
     """`Backend.backward` by `launch`, likewise."""
 
     def make() -> Grads:
-        x, y, z = map(ready, (q, k, v))
+        x, y, z, out = map(ready, (q, k, v, o))
         upstream = None if do is None else ready(do)
-        return launch(upstream, dlse, x, y, z, o, lse, lower(x, y, bound, max_q, max_k), needs)
+        return launch(upstream, dlse, x, y, z, out, lse, lower(x, y, bound, max_q, max_k), needs)
 
     inputs = tuple(x for x in (q, k, v, o, lse, do, dlse) if x is not None)
     key = call_key(bound, *inputs)

@@ -8,13 +8,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # pyright:
 
 from tilewise.backends.device.descriptors import box_view
 from tilewise.backends.device.launch import tma
+from tilewise.backends.device.lower import as_rows
 
 
 def as_boxes(x: Tensor) -> Tensor:
-    """`x` as descriptors take it, aligned and without strides of 0: a copy only where it is not so."""
-    x = x.resolve_neg()
-    fits = x.stride(-1) == 1 and tma(x) and all(x.stride())
-    return x if fits else x.contiguous()
+    """`x` as descriptors and the kernels around them take it: `as_rows`, aligned and without strides of 0."""
+    x = as_rows(x)
+    return x if x.stride(-1) == 1 and tma(x) and all(x.stride()) else as_rows(x.contiguous())
 
 
 def boxes(x: Tensor, rows: int, columns: int) -> TensorDescriptor:

@@ -5,25 +5,13 @@ from __future__ import annotations
 from torch import Tensor
 
 from tilewise.backends.base import Grads, Needs
-from tilewise.backends.device.lower import Lowered
+from tilewise.backends.device.lower import Lowered, as_rows
 from tilewise.backends.device.replay import Replays, replayed_backward, replayed_forward
 from tilewise.backends.triton.backward import backward
 from tilewise.backends.triton.configs import decodes
 from tilewise.backends.triton.decode import decode
 from tilewise.backends.triton.forward import forward
 from tilewise.spec import BoundSpec
-
-FAR = 2**23  # elements between rows from which 256 of them no longer fit in the 32-bit offsets inside a tile
-
-
-def as_rows(x: Tensor) -> Tensor:
-    """`x` as kernels read it, consecutive along its last dim and rows not FAR apart: a copy only where it is not so."""
-    x = x.resolve_neg()
-    if (x.stride(-1) == 1 or x.size(-1) == 1) and x.stride(-3) < FAR:
-        return x
-    # Rows of many thousand heads are far apart in a contiguous tensor, too: heads outside rows.
-    near = x.shape[-2] * x.shape[-1] < FAR
-    return x.contiguous() if near else x.transpose(-3, -2).contiguous().transpose(-3, -2)
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: Lowered) -> tuple[Tensor, Tensor, Tensor]:
