@@ -119,6 +119,7 @@ def test_measuring_prints_counters_beside_the_prediction(monkeypatch, tmp_path):
     assert json.loads((tmp_path / "again.json").read_text())["measured"] == rows
     assert "no counters of flash1 forward 2x4x64x64 dropout 0.1" in error(*again, "--counted", tmp_path / "io.json")
     assert "counters are of fp16, not bf16" in error(*earlier, "--dtype", "bf16")
+    assert "--measure or --counted, not both" in error(*earlier, "--measure")
     assert "no result of tilewise io --measure" in error(*again, "--counted", _written(tmp_path, "{}"))
     assert "--counted" in error(*again, "--counted", _written(tmp_path, "not JSON"))
 

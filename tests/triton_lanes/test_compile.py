@@ -1,9 +1,11 @@
 """The Triton kernels compile for every GPU they ship for, within its shared memory. No GPU is needed."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 from compiling import SHARED_BYTES, TARGETS, compile_call, compile_decode, sass_of, spilled_bytes
 
 from tilewise import dispatch
@@ -107,6 +109,17 @@ def test_lengths_do_not_recompile():
             found.setdefault(kernel.metadata.name, set()).add(kernel.hash)
     assert len(found) == 4
     assert max(map(len, found.values())) <= 2
+
+
+def test_a_triton_with_one_assembler_is_taken_as_it_is(monkeypatch):
+    old, new = (SimpleNamespace(version=version, path="") for version in ("12.8", "13.0"))
+    for tools, expected in (
+        ({"ptxas": new}, new),
+        ({"ptxas": old}, None),
+        ({"ptxas": old, "ptxas_blackwell": new}, new),
+    ):
+        monkeypatch.setattr(triton.knobs, "nvidia", SimpleNamespace(**tools))
+        assert assembler.sound_ptxas() is expected
 
 
 def test_an_unsound_assembler_is_refused_on_hopper(monkeypatch):

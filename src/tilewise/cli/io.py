@@ -121,8 +121,10 @@ def io(
     fixed = None if block_m is None or block_n is None else (block_m, block_n)
     if (fixed is not None and min(fixed) < 1) or (sram is not None and sram < 1):
         raise ValueError("--block-m, --block-n and --sram must be >= 1")
+    if measure and counted is not None:
+        raise ValueError("give --measure or --counted, not both: counters are read here, or taken from a file")
     earlier = None if counted is None else io_measure.stored(counted)
-    if measure and earlier is None:
+    if measure:
         io_measure.check()
     keys, tile = or_else(sk, sq), fixed or (128, 128)
     found: list[masks.Mask] = [tilewise.Causal("top_left" if top_left else None)] if causal or top_left else []

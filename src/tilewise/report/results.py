@@ -95,7 +95,9 @@ def _read(path: Path) -> Result | Unused:
     if not isinstance(data.get("machine"), dict):
         return Unused(path, f"{kind.title}: does not say on which machine ('machine')", broken=True)
     try:
-        return Result(path, kind, data.get("counted_on", data["machine"]), kind.section(data), str(data.get("note", "")))
+        return Result(
+            path, kind, data.get("counted_on", data["machine"]), kind.section(data), str(data.get("note", ""))
+        )
     except KeyError as error:
         return Unused(path, f"{kind.title}: lacks {error}", broken=True)
     except (AttributeError, IndexError, TypeError, ValueError) as error:

@@ -17,21 +17,31 @@ import triton  # pyright: ignore[reportMissingImports]
 SOUND = (12, 9)
 
 
+def _tools() -> Iterator[Any]:
+    """The assemblers that Triton knows, its own choice first; other versions of it have fewer."""
+    for name in ("ptxas", "ptxas_blackwell"):
+        try:
+            yield getattr(triton.knobs.nvidia, name)
+        except (AttributeError, RuntimeError):  # no such knob; no such file
+            continue
+
+
 def _version(tool: Any) -> tuple[int, ...]:
     return tuple(map(int, tool.version.split(".")))
 
 
 def sound_ptxas() -> Any | None:
     """The assembler to use: Triton's choice, or that of the user (TRITON_PTXAS_PATH), if it is sound; else the newer one."""
-    tools = triton.knobs.nvidia
-    return next((tool for tool in (tools.ptxas, tools.ptxas_blackwell) if _version(tool) >= SOUND), None)
+    return next((tool for tool in _tools() if _version(tool) >= SOUND), None)
 
 
 @contextmanager
 def sound_assembler() -> Iterator[None]:
     """Within it, Triton compiles with a sound assembler where there is one."""
     tool = sound_ptxas() if torch.version.hip is None else None
+    if tool is None:
+        yield
+        return
     with triton.knobs.nvidia.scope():
-        if tool is not None:
-            triton.knobs.nvidia.ptxas = tool.path
+        triton.knobs.nvidia.ptxas = tool.path
         yield

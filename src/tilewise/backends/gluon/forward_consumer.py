@@ -33,9 +33,8 @@ class Shared:
     keys: Ring
     values: Ring
     out: gl.shared_memory_descriptor
-    noted: (
-        gl.shared_memory_descriptor
-    )  # of each consumer whether there is something to `repair`; the producer's last item
+    # Of each consumer whether there is something to `repair`; the producer's last item.
+    noted: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
     def __init__(self, queue, queries, keys, values, out, noted):
