@@ -109,10 +109,11 @@ def lab(name: str = "lab-compare-cpu-zen3", sparse: str = "lab-sparsity-cpu-zen3
 GPU_PASSES = ("forward", "backward")
 
 
-def _over_best(which: str, data: dict[str, Any]) -> str:
+def over_best(which: str, data: dict[str, Any]) -> tuple[float, float, float]:
+    """The geometric mean, least and largest of tilewise's speed over the faster of two peers, by problem."""
     rates = [r["tflops"] for r in data["results"] if r["pass"] == which]
     over = [t["tilewise"] / max(t["flash"], t["cudnn"]) for t in rates]
-    return f"{which} {geometric_mean(over):.2f}x ({min(over):.2f}x to {max(over):.2f}x)"
+    return geometric_mean(over), min(over), max(over)
 
 
 def gpu(name: str = "bench-h200") -> str:
@@ -132,11 +133,28 @@ def gpu(name: str = "bench-h200") -> str:
         lines.append(f"| {r['shape']} | {r['dtype']} | {r['pass']} | {' | '.join(rates)} |")
     means = (f"{what} {mean:.2f}x" for what, mean in data["geometric_means"].items())
     lines += ["", f"Geometric means of speed: {', '.join(means)}."]
-    over = ", ".join(_over_best(which, data) for which in GPU_PASSES)
+    over = ", ".join("{} {:.2f}x ({:.2f}x to {:.2f}x)".format(which, *over_best(which, data)) for which in GPU_PASSES)
     lines += ["", f"tilewise over the faster of flash and cudnn at each point: {over}."]
     if data.get("note"):
         lines += ["", data["note"]]
     return "\n".join(lines)
+
+
+def grid(tests: str = "tests-h200-bf16", name: str = "bench-h200") -> str:
+    """What the README says of Hopper: named cases that obeyed the rule, and speed over the faster of two peers."""
+    ran = [test for test in stored(tests)["passed"] if "test_matches_reference" in test]
+    failed = [test for test in stored(tests)["failures"] if "test_matches_reference" in test]
+    obeyed = ", ".join(f"{sum(backend in test for test in ran)} on {backend}" for backend in ("triton", "gluon"))
+    data = stored(name)
+    speeds = " and ".join(
+        "{1:.2f}x {0} ({2:.2f}x to {3:.2f}x by problem)".format(which, *over_best(which, data)) for which in GPU_PASSES
+    )
+    return (
+        f"Named bf16 cases that obeyed the fp64 rule on one NVIDIA H200, forward and every gradient: {obeyed}; "
+        f"{len(failed)} did not (`benchmarks/results/{tests}.json`). Over a grid of {len(data['results']) // 2} problems "
+        f"(bf16, 16,384 tokens, D 64 to 256, 512 to 16K) the geometric mean of speed over the faster of FlashAttention-2 and cuDNN in the same run is {speeds} "
+        "([docs/performance.md](docs/performance.md))."
+    )
 
 
 def markdown() -> str:
@@ -146,6 +164,8 @@ def markdown() -> str:
 
 if __name__ == "__main__":
     print(markdown())
+    print("\n---- README.md, grid ----\n")
+    print(grid())
     print("\n---- docs/lab.md ----\n")
     print(lab())
     print("\n---- docs/performance.md ----\n")

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from tilewise.io_model.gpus import markdown_table
 from tilewise.io_model.systems import SYSTEMS, plain_problem, report, tiles_for
 
@@ -84,6 +86,16 @@ def test_counters_say_what_the_paper_says():
     for which in ("forward", "backward"):
         counted, predicted = (rows["flash3", which][of]["l2_to_sm"] for of in ("counted", "predicted"))
         assert abs(counted / predicted - 1) < 0.15
+
+
+@pytest.mark.parametrize("name", ["io-h200-measured-hopper", "io-h200-measured-dropout"])
+def test_predictions_beside_counters_are_what_the_model_says_today(name):
+    data = stored(name)
+    for row in data["measured"]:
+        problem, bound = plain_problem(64, 16, 1024, 64, dropout_p=row["dropout"])
+        block = tuple(data["systems"][row["system"]][row["pass"]]["block"])
+        now = getattr(report(SYSTEMS[row["system"]], problem, bound, lambda _, block=block: block), row["pass"]).account
+        assert (row["predicted"]["l2_to_sm"], row["predicted"]["sm_to_l2"]) == (now.bytes_read, now.bytes_written)
 
 
 def test_the_page_has_what_fits_as_stored():

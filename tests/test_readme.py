@@ -65,7 +65,12 @@ def test_links_and_named_files_exist(page):
 
 @pytest.mark.parametrize(
     ("page", "mark", "function"),
-    [("README.md", "figures", "markdown"), ("docs/lab.md", "lab", "lab"), ("docs/performance.md", "gpu", "gpu")],
+    [
+        ("README.md", "figures", "markdown"),
+        ("README.md", "grid", "grid"),
+        ("docs/lab.md", "lab", "lab"),
+        ("docs/performance.md", "gpu", "gpu"),
+    ],
 )
 def test_figures_are_what_the_stored_results_say(page, mark, function):
     spec = importlib.util.spec_from_file_location("figures", ROOT / "benchmarks" / "figures.py")
