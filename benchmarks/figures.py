@@ -152,7 +152,8 @@ def grid(tests: str = "tests-h200-bf16", name: str = "bench-h200") -> str:
     return (
         f"Named bf16 cases that obeyed the fp64 rule on one NVIDIA H200, forward and every gradient: {obeyed}; "
         f"{len(failed)} did not (`benchmarks/results/{tests}.json`). Over a grid of {len(data['results']) // 2} problems "
-        f"(bf16, 16,384 tokens, D 64 to 256, 512 to 16K) the geometric mean of speed over the faster of FlashAttention-2 and cuDNN in the same run is {speeds} "
+        "(bf16, 16,384 tokens, D 64 to 256, 512 to 16K) the geometric mean of speed over the faster of FlashAttention-2 and "
+        f"cuDNN in the same run is {speeds} "
         "([docs/performance.md](docs/performance.md))."
     )
 
