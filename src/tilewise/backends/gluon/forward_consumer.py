@@ -275,6 +275,15 @@ def write(
 
 
 @gluon.jit
+def await_item(GROUP: gl.constexpr, queue, item, interval, CFG: gl.constexpr):
+    """(whether there is such an item, first, full_first, full_last, last of the key tiles that this consumer visits)."""
+    queue.wait(item)
+    more = queue.word(item, ROW) >= 0
+    first, full_first, full_last, last = own_tiles(GROUP, queue, item, interval, CFG.block_n)
+    return more, first, full_first, full_last, last
+
+
+@gluon.jit
 def consume(
     GROUP: gl.constexpr, o_desc, lse, max_logit, interval, scoring, sinks, shared, CFG: gl.constexpr
 ):  # fmt: skip
@@ -290,9 +299,7 @@ def consume(
     item = 0
     at = 0
     faults = thread_sums(gl.zeros([ROWS, BLOCK_DV], gl.float32, O_LAYOUT))
-    queue.wait(item)
-    more = queue.word(item, ROW) >= 0
-    first, full_first, full_last, last = own_tiles(GROUP, queue, item, interval, CFG.block_n)
+    more, first, full_first, full_last, last = await_item(GROUP, queue, item, interval, CFG)
     at, s = begin(GROUP, shared, at, item, more, last, CFG)
     s = warpgroup_mma_wait(0, [s])
     while more:
@@ -313,9 +320,7 @@ def consume(
         acc = warpgroup_mma(operand, values.tile(at), acc, is_async=True)
         if EARLY:
             # Between this product and the next one only what the next one needs; waits for what is there keep it so.
-            queue.wait(item + 1)
-            more = queue.word(item + 1, ROW) >= 0
-            first, full_first, full_last, last = own_tiles(GROUP, queue, item + 1, interval, CFG.block_n)
+            more, first, full_first, full_last, last = await_item(GROUP, queue, item + 1, interval, CFG)
             tma.store_wait(0)  # the output before this one has left its place in shared memory
             values.wait(at)
             acc, operand = warpgroup_mma_wait(0, [acc, operand])
@@ -329,9 +334,7 @@ def consume(
             values.free(at)
             at = skip(GROUP, shared, at + 1, first - queue.word(item, FIRST), CFG)
             faults += write(GROUP, o_desc, lse, max_logit, sinks, shared, item, acc, base, total, top, CFG)
-            queue.wait(item + 1)
-            more = queue.word(item + 1, ROW) >= 0
-            first, full_first, full_last, last = own_tiles(GROUP, queue, item + 1, interval, CFG.block_n)
+            more, first, full_first, full_last, last = await_item(GROUP, queue, item + 1, interval, CFG)
             at, s = begin(GROUP, shared, at, item + 1, more, last, CFG)
         item += 1
         s = warpgroup_mma_wait(0, [s])
