@@ -82,9 +82,11 @@ def _bench_gpu(folder: Path, patch: MonkeyPatch) -> None:
 
 
 def _features(folder: Path, patch: MonkeyPatch) -> None:
-    sizes = {"DEVICE": "cpu", "CHECKED": 32, "LENGTHS": (64,), "WINDOWED": 64, "WINDOW": 8, "D": 16, "HEADS": 4}
+    sets = ((gpu_features.FEATURES, 64), (gpu_features.WINDOWS, 64))
+    sizes = {"DEVICE": "cpu", "CHECKED": 32, "SETS": sets, "WINDOW": 8, "D": 16, "HEADS": 4}
     for name, value in sizes.items():
         patch.setattr(gpu_features, name, value)
+    patch.setattr(torch, "compile", lambda function, **_: function)
     patch.setattr(gpu_features, "burst", lambda function: [function(), 1e-6][1])
     data = gpu_features.bench([torch.float32], 1, None, 1, lambda _: None)
     _write(folder / "bench-features.json", "bench", data, patch)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tilewise.cli import gpu, gpu_features
+import tilewise
+from tilewise.cli import gpu, gpu_features, gpu_rivals
 from tilewise.cli.main import app
 from tilewise.cli.problems import Shape
 
@@ -57,13 +58,13 @@ def on_cpu(monkeypatch):
     for name, value in {
         "DEVICE": "cpu",
         "CHECKED": 32,
-        "LENGTHS": (64,),
-        "WINDOWED": 64,
+        "SETS": ((gpu_features.FEATURES, 64), (gpu_features.WINDOWS, 64)),
         "WINDOW": 8,
         "D": 16,
         "HEADS": 4,
     }.items():
         monkeypatch.setattr(gpu_features, name, value)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr(gpu_features, "burst", lambda function: [function(), 1.0][1])
 
 
@@ -77,6 +78,21 @@ def test_features_are_checked_and_compared_with_the_plain_kernel(on_cpu):
     assert plain["flops_share"] == plain["forward"]["times_per_flop"] == 1
     assert packed["flops"] == documents["flops"] < plain["flops"]
     assert packed["backward"]["times"] == 1 < packed["backward"]["times_per_flop"]
+    assert plain["forward"]["rivals"] == {"flash": 1}
+    assert plain["missing"].keys() == {"cudnn", "flex"} and packed["missing"].keys() == {"varlen"}
+
+
+@pytest.mark.parametrize("feature", gpu_features.FEATURES + gpu_features.WINDOWS, ids=lambda feature: feature.name)
+def test_rivals_compute_the_same(on_cpu, feature):
+    """FlexAttention, uncompiled, and SDPA: the output of each is ours, or they are not timed."""
+    inputs = feature.call(64, 4, torch.float32)
+    if inputs.varlen or "dropout_p" in inputs.options:
+        assert not {"flash", "flex"} & gpu_rivals.able(feature.rivals, inputs, inputs.q)[0].keys()
+        return
+    o = tilewise.attention(inputs.q, inputs.k, inputs.v, **inputs.options)
+    found, _ = gpu_rivals.able([name for name in feature.rivals if name in ("flash", "flex")], inputs, o)
+    assert found.keys() == {"flash", "flex"} & {*feature.rivals}
+    assert gpu_rivals.able(feature.rivals, inputs, 1.1 * o)[0] == {}
 
 
 def test_wrong_features_are_refused(on_cpu, monkeypatch):

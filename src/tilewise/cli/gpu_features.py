@@ -1,4 +1,4 @@
-"""`tilewise bench --features`: what each feature costs on a GPU, as its time over the plain causal kernel's in one run."""
+"""`tilewise bench --features`: what each feature costs on a GPU, over the plain causal kernel's time and beside rivals."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from torch import Tensor
 
 import tilewise
 from tilewise import testing
-from tilewise.cli.gpu import PASSES, burst
+from tilewise.cli import gpu_rivals
+from tilewise.cli.gpu import OURS, PASSES, burst
 from tilewise.cli.output import console, short, stderr, table
 
 DEVICE = "cuda"
 HEADS, KV_HEADS, D = 16, 4, 128
-LENGTHS = (4096, 8192)
+LENGTH = 8192
 SHARES = (4, 2, 1, 3, 2, 1, 2, 1)  # sixteenths of the tokens in each document
 WINDOW, WINDOWED = 1024, 16384
 CHECKED = 384  # tokens of the problem on which a feature is compared with the reference: the same kernels run
@@ -41,6 +42,7 @@ class Feature:
         kv_heads: key/value heads; None is as many as heads.
         trained: arguments that get gradients, too.
         over: the feature that it is compared with.
+        rivals: who else computes it, of `gpu_rivals.RIVALS`.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Feature:
     kv_heads: int | None = None
     trained: tuple[str, ...] = ()
     over: str = PLAIN
+    rivals: tuple[str, ...] = ("flex",)
 
     def call(self, S: int, heads: int, dtype: torch.dtype) -> testing.Inputs:
         """The tensors of one call, packed where the feature is."""
@@ -94,25 +97,33 @@ def _blocks(S: int, _H: int) -> Options:
 
 
 FEATURES = (
-    Feature(PLAIN, _causal),
-    Feature("GQA 4 to 1", _causal, kv_heads=KV_HEADS),
-    Feature("dropout", lambda S, H: {"causal": True, "dropout_p": 0.1}),
+    Feature(PLAIN, _causal, rivals=("flash", "cudnn", "flex")),
+    Feature("GQA 4 to 1", _causal, kv_heads=KV_HEADS, rivals=("flash", "cudnn", "flex")),
+    Feature("dropout", lambda S, H: {"causal": True, "dropout_p": 0.1}, rivals=("flash", "cudnn")),
     Feature("softcap", lambda S, H: {"causal": True, "softcap": 30.0}),
     Feature("ALiBi", _alibi),
-    Feature("ALiBi, slopes trained", _alibi, trained=("alibi_slopes",)),
-    Feature("sinks", lambda S, H: {"causal": True, "sinks": torch.zeros(H, device=DEVICE)}, trained=("sinks",)),
+    Feature("ALiBi, slopes trained", _alibi, trained=("alibi_slopes",), rivals=()),
+    Feature(
+        "sinks", lambda S, H: {"causal": True, "sinks": torch.zeros(H, device=DEVICE)}, trained=("sinks",), rivals=()
+    ),
     Feature("bias", _bias),
-    Feature("bias, its gradient", _bias, trained=("bias",)),
+    Feature("bias, its gradient", _bias, trained=("bias",), rivals=()),
     Feature("documents", _documents),
-    Feature("packed (varlen)", _packed),
+    Feature("packed (varlen)", _packed, rivals=("varlen",)),
     Feature("block-sparse", _blocks),
 )
 WINDOWS = (
-    Feature(PLAIN, _causal),
-    Feature(f"window ({WINDOW}, 0)", lambda S, H: {"window_size": (WINDOW, 0)}),
-    Feature("full", lambda S, H: {}, over="full"),
-    Feature(f"window ({WINDOW // 2}, {WINDOW // 2})", lambda S, H: {"window_size": (WINDOW // 2,) * 2}, over="full"),
+    Feature(PLAIN, _causal, rivals=("flash", "cudnn", "flex")),
+    Feature(f"window ({WINDOW}, 0)", lambda S, H: {"window_size": (WINDOW, 0)}, rivals=("varlen", "flex")),
+    Feature("full", lambda S, H: {}, over="full", rivals=()),
+    Feature(
+        f"window ({WINDOW // 2}, {WINDOW // 2})",
+        lambda S, H: {"window_size": (WINDOW // 2,) * 2},
+        over="full",
+        rivals=("varlen", "flex"),
+    ),
 )
+SETS = ((FEATURES, LENGTH), (WINDOWS, WINDOWED))
 
 
 def bench(
@@ -132,13 +143,13 @@ def bench(
         on_part: given as much as there is after each table.
     """
     data: dict[str, Any] = {"heads": HEADS, "D": D, "rounds": rounds, "refused": [], "results": []}
-    names = list(dict.fromkeys(feature.name for feature in (*FEATURES, *WINDOWS)))
+    names = list(dict.fromkeys(feature.name for features, _ in SETS for feature in features))
     with tilewise.use_backend(backend) if backend else nullcontext():
         for dtype in dtypes:
             with stderr.status("Compiling and checking"):
                 wrong = _check_all(names, dtype, backend, workers)
             data["refused"] += [f"{name} {short(dtype)}: {complaint}" for name, complaint in wrong.items()]
-            for features, S in [(FEATURES, S) for S in LENGTHS] + [(WINDOWS, WINDOWED)]:
+            for features, S in SETS:
                 rows = _measure([feature for feature in features if feature.name not in wrong], S, dtype, rounds)
                 data["results"] += rows
                 on_part(data)
@@ -159,9 +170,17 @@ def _check_all(names: Sequence[str], dtype: torch.dtype, backend: str | None, wo
 
 
 def _complaint(name: str, dtype: torch.dtype, backend: str | None) -> str:
-    """What is wrong with one feature's outputs or gradients, by the rule of `tilewise.testing`; "" if nothing."""
-    feature = next(feature for feature in (*FEATURES, *WINDOWS) if feature.name == name)
+    """What is wrong with one feature's outputs or gradients, by the rule of `tilewise.testing`; "" if nothing.
+
+    What its rivals compile lies in a cache on disk after this, too.
+    """
     torch.set_num_threads(1)
+    for features, S in SETS:
+        for feature in features:
+            if feature.name == name and "flex" in feature.rivals:
+                for call in _contestants(feature, S, dtype)[0].values():
+                    call["backward"]()
+    feature = next(feature for features, _ in SETS for feature in features if feature.name == name)
     try:
         testing.assert_matches_reference(feature.call(CHECKED, HEADS, dtype), backend=backend)
     except AssertionError as error:
@@ -170,21 +189,27 @@ def _complaint(name: str, dtype: torch.dtype, backend: str | None) -> str:
 
 
 def _measure(features: Sequence[Feature], S: int, dtype: torch.dtype, rounds: int) -> list[dict[str, Any]]:
-    """Seconds of every feature, in turns; one row of data each."""
-    calls = {feature.name: _passes(feature.call(S, HEADS, dtype)) for feature in features}
-    seconds: dict[tuple[str, str], list[float]] = {}
-    order = [(name, which) for which in PASSES for name in calls]
+    """Seconds of every feature and its rivals, in turns; one row of data each."""
+    calls: dict[tuple[str, str], dict[str, Callable[[], Any]]] = {}
+    missing = {}
+    for feature in features:
+        found, missing[feature.name] = _contestants(feature, S, dtype)
+        calls |= {(feature.name, who): passes for who, passes in found.items()}
+    seconds: dict[tuple[str, str, str], list[float]] = {}
+    order = [(*key, which) for which in PASSES for key in calls]
     for i in track(range(rounds), f"{S} tokens", console=stderr, transient=True, disable=not stderr.is_terminal):
-        for name, which in order[:: 1 if i % 2 == 0 else -1]:
-            seconds.setdefault((name, which), []).append(burst(calls[name][which]))
+        for name, who, which in order[:: 1 if i % 2 == 0 else -1]:
+            seconds.setdefault((name, who, which), []).append(burst(calls[name, who][which]))
     rows = []
     for feature in features:
         row: dict[str, Any] = {"feature": feature.name, "S": S, "dtype": short(dtype), "over": feature.over}
-        row["flops"] = HEADS * _flops_of_a_head(feature, S, dtype)
+        row |= {"flops": HEADS * _flops_of_a_head(feature, S, dtype), "missing": missing[feature.name]}
         for which in PASSES:
+            found = {who: seconds[feature.name, who, which] for name, who in calls if name == feature.name}
             row[which] = {
-                "seconds": statistics.median(seconds[feature.name, which]),
-                "rounds": seconds[feature.name, which],
+                "seconds": statistics.median(found[OURS]),
+                "rounds": found.pop(OURS),
+                "rivals": {who: statistics.median(times) for who, times in found.items()},
             }
         rows.append(row)
     named = {row["feature"]: row for row in rows}
@@ -197,17 +222,25 @@ def _measure(features: Sequence[Feature], S: int, dtype: torch.dtype, rounds: in
     return rows
 
 
-def _passes(inputs: testing.Inputs) -> dict[str, Callable[[], Any]]:
-    tensors = inputs.tensors()
-    leaves = [t.requires_grad_(name in (inputs.needs or ())) for name, t in tensors.items()]
-    leaves = [t for t in leaves if t.requires_grad]
+def _contestants(feature: Feature, S: int, dtype: torch.dtype) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Both passes of ours and of each rival that can, on the same tensors; what is the matter with the other rivals."""
+    inputs = feature.call(S, HEADS, dtype)
+    leaves = [t.requires_grad_() for name, t in inputs.tensors().items() if name in (inputs.needs or ())]
     attend = tilewise.attention_varlen if inputs.varlen else tilewise.attention
+    with torch.no_grad():
+        o = attend(inputs.q, inputs.k, inputs.v, **inputs.options)
+    attends, missing = gpu_rivals.able(feature.rivals, inputs, o)
+    found = {OURS: _passes(lambda q, k, v: attend(q, k, v, **inputs.options), inputs, leaves)}
+    return found | {who: _passes(rival, inputs, leaves[:3]) for who, rival in attends.items()}, missing
+
+
+def _passes(attend: gpu_rivals.Attend, inputs: testing.Inputs, leaves: list[Tensor]) -> dict[str, Callable[[], Any]]:
     do, _ = inputs.upstream()
-    o = attend(inputs.q, inputs.k, inputs.v, **inputs.options)
+    o = attend(inputs.q, inputs.k, inputs.v)
 
     def forward() -> Tensor:
         with torch.no_grad():
-            return attend(inputs.q, inputs.k, inputs.v, **inputs.options)
+            return attend(inputs.q, inputs.k, inputs.v)
 
     return {"forward": forward, "backward": lambda: torch.autograd.grad(o, leaves, do, retain_graph=True)}
 
@@ -221,14 +254,24 @@ def _flops_of_a_head(feature: Feature, S: int, dtype: torch.dtype) -> int:
 
 
 def _show(rows: Sequence[dict[str, Any]], title: str) -> None:
-    columns = ["feature", "FLOPs", *(f"{which}\n{what}" for which in PASSES for what in ("ms", "times", "per FLOP"))]
+    columns = ["feature", "FLOPs"]
+    columns += [f"{which}\n{what}" for which in PASSES for what in ("ms", "times", "per FLOP", "over the best rival")]
     lines = []
     for row in rows:
         cells = [row["feature"], f"{100 * row['flops_share']:.1f}%"]
         for which in PASSES:
             cells.append(f"{row[which]['seconds'] * 1e3:.3f}")
             cells += [f"{row[which][what]:.2f}x" for what in ("times", "times_per_flop")]
+            cells.append(over_best(row[which]))
         lines.append(cells)
     console.print(
         table(f"Time over the plain causal kernel's (windows: over the same without). {title}", columns, lines)
     )
+
+
+def over_best(times: dict[str, Any]) -> str:
+    """How many times faster than the fastest rival, and which that is; "" without one."""
+    if not times["rivals"]:
+        return ""
+    best = min(times["rivals"], key=times["rivals"].get)
+    return f"{best} {times['rivals'][best] / times['seconds']:.2f}x"

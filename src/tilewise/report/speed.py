@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from tilewise.cli.gpu_features import over_best
 from tilewise.cli.problems import Shape
 from tilewise.report import picture
 from tilewise.report.pieces import Panel, Section, Table, digits, geometric_mean, listed, ms, sentence, times
@@ -221,13 +222,14 @@ def features(data: dict[str, Any]) -> Section:
         "dtype",
         "over",
         "FLOPs",
-        *(f"{w} {x}" for w in PASSES for x in ("ms", "times", "per FLOP")),
+        *(f"{w} {x}" for w in PASSES for x in ("ms", "times", "per FLOP", "over the best rival")),
     )
     rows = []
     for row in data["results"]:
         cells = [row["feature"], f"{row['S']:,}", row["dtype"], row["over"], f"{row['flops_share']:.1%}"]
         for which in PASSES:
             cells += [digits(row[which]["seconds"] * 1e3), *(times(row[which][x]) for x in ("times", "times_per_flop"))]
+            cells.append(over_best(row[which]))
         rows.append(cells)
     return Section(
         "What features cost on a GPU",
