@@ -113,7 +113,7 @@ def test_usage_errors_are_precise(texts, tmp_path):
         ("train", "--out", run, "--data", texts, *SMALL): "holds a run already: continue it with --resume",
         ("train", "--resume", tmp_path / "no"): "no checkpoint at",
         ("train", "--resume", run, "--lr", 1): "so --lr cannot be given with it",
-        ("train", "--attention", "flash"): "attention must be one of tilewise, standard, sdpa; got 'flash'",
+        ("train", "--attention", "flash"): "flash attention needs device cuda, dtype bf16 and packing rows; got cpu, fp32",
         ("sample", run / "checkpoints" / "step-000009.pt"): "there are step-000004.pt",
         ("sample", small): "no checkpoint at",
         ("sample", run, "--temperature", -1): "temperature must be a finite number >= 0, got -1",
@@ -137,7 +137,7 @@ def test_presets_give_way_to_options(texts, tmp_path):
     invoke("train", "--preset", "gpt2-small", "--tokenizer", "byte", *SMALL, "--data", texts, "--out", run)
     config = RunFolder.open(run).config
     assert (config.positions, config.vocab_size, config.lr, config.width) == ("learned", 50257, 6e-4, 32)
-    assert "must be small or gpt2-small" in invoke("train", "--preset", "large", code=2)
+    assert "must be small, gpt2-small or gpt-1.3b" in invoke("train", "--preset", "large", code=2)
 
 
 def test_gpt2_small_is_gpt2_small():

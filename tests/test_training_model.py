@@ -19,10 +19,13 @@ from tilewise.training import (
     make_streams,
     run_training,
 )
-from tilewise.training.config import ATTENTIONS
+from tilewise.training.attention import MAKE_ATTEND
+from tilewise.training.config import ATTENTIONS, FUSED
 from tilewise.training.data import IGNORE, Batch
 from tilewise.training.session import start
 from tilewise.training.tokenizer import ByteTokenizer
+
+ANY_MASK = [name for name in ATTENTIONS if name not in FUSED]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -48,8 +51,28 @@ def loss_and_gradients(model: GPT, batches: list[Batch]) -> dict[str, torch.Tens
     return {"loss": loss.detach()} | {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.parametrize("attention", [name for name in ATTENTIONS if name != "cudnn"])
+@pytest.mark.parametrize("Sq", [48, 1])
+def test_whole_rows_attend_alike(attention, Sq):
+    """Without documents SDPA is told is_causal; one row at the end, as in generation, sees all keys. cuDNN needs a GPU."""
+    q, k, v = (torch.randn(2, 48, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
+    expected = MAKE_ATTEND["standard"](None, 0.0)(q, k, v)[:, -Sq:]
+    torch.testing.assert_close(MAKE_ATTEND[attention](None, 0.0)(q[:, -Sq:], k, v), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_packing_rows_sees_other_documents():
+    torch.manual_seed(0)
+    packed, _ = packed_and_alone()
+    apart, joined = (GPT(TINY.with_(context=64, dropout=0.0, packing=packing), 40) for packing in ("documents", "rows"))
+    joined.load_state_dict(apart.state_dict())
+    whole = Batch(packed.tokens, packed.targets, torch.zeros_like(packed.documents))
+    assert torch.equal(joined.loss(packed), joined.loss(whole))
+    assert torch.equal(joined.loss(whole), apart.loss(whole))
+    assert not torch.isclose(joined.loss(packed), apart.loss(packed))
+
+
 @pytest.mark.parametrize("positions", ["rotary", "learned"])
-@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("attention", ANY_MASK)
 def test_packed_documents_equal_each_alone(attention, positions):
     """The fp32 rule: the packed row's error against fp64 is within twice that of the documents computed alone."""
     torch.manual_seed(0)
@@ -63,7 +86,7 @@ def test_packed_documents_equal_each_alone(attention, positions):
         assert error <= 2 * allowed + 2 * torch.finfo(torch.float32).eps * true.abs().max(), name
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("attention", ANY_MASK)
 def test_no_document_sees_another(attention):
     torch.manual_seed(0)
     model = GPT(TINY.with_(attention=attention, context=64), 40).eval()
@@ -103,7 +126,7 @@ def test_the_seed_decides_the_text():
 def test_attentions_train_alike(config):
     """Five steps: tilewise is as near to standard as sdpa, or within a few ulps of the loss."""
     losses = {}
-    for attention in ATTENTIONS:
+    for attention in ANY_MASK:
         corpus = load_corpus(config.data)
         streams = make_streams(corpus, ByteTokenizer(), config.context, 0)
         trainer = Trainer(config.with_(attention=attention, dropout=0.0, kv_heads=1), *streams, 257)

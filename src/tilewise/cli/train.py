@@ -10,7 +10,7 @@ import typer
 
 from tilewise.cli.output import JsonFile, console, stderr, write_json
 from tilewise.training import TrainConfig, UsageError, run_training
-from tilewise.training.config import ATTENTIONS, DEVICES, DTYPES, POSITIONS, PRESETS, TOKENIZERS
+from tilewise.training.config import ATTENTIONS, DEVICES, DTYPES, PACKINGS, POSITIONS, PRESETS, TOKENIZERS
 from tilewise.training.errors import MissingPackageError
 from tilewise.training.loop import Outcome
 from tilewise.training.plots import plot_losses
@@ -43,8 +43,21 @@ AttentionName = Annotated[
     str,
     _option(
         MODEL,
-        f"Attention: {_one_of(ATTENTIONS)}. All three compute the same; standard keeps the context x context score "
-        "matrix in memory, sdpa is PyTorch's own.",
+        f"Attention: {_one_of(ATTENTIONS)}. All compute the same; standard keeps the context x context score "
+        "matrix in memory, sdpa is PyTorch's own, flash and cudnn are its GPU kernels by name (bf16, --packing rows).",
+    ),
+]
+Deterministic = Annotated[
+    bool,
+    _option(
+        MODEL, "Whether tilewise's gradients repeat bit for bit; costs time on Hopper GPUs.", "--deterministic/--fast"
+    ),
+]
+Packing = Annotated[
+    str,
+    _option(
+        DATA,
+        f"{_one_of(PACKINGS)}: whether a token sees its own document only, or all of its row, as GPT-2 was trained.",
     ),
 ]
 Data = Annotated[
@@ -91,6 +104,8 @@ def train(
     positions: Positions = DEFAULT.positions,
     dropout: Dropout = DEFAULT.dropout,
     attention: AttentionName = DEFAULT.attention,
+    deterministic: Deterministic = DEFAULT.deterministic,
+    packing: Packing = DEFAULT.packing,
     data: Data = None,
     max_mb: MaxMb = DEFAULT.max_mb,
     tokenizer: TokenizerName = DEFAULT.tokenizer,

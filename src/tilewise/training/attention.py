@@ -1,4 +1,4 @@
-"""The three ways a model here can attend, with one meaning: causal, and inside each token's own document.
+"""The ways a model here can attend, with one meaning: causal, and inside each token's own document if there are several.
 
 Each is a function of the documents that returns the attention of one forward pass, so that a mask is made once and shared
 by all layers. Shapes as everywhere in tilewise: q (B, Sq, H, D), k and v (B, Sk, Hkv, D), o (B, Sq, H, D).
@@ -7,24 +7,28 @@ by all layers. Shapes as everywhere in tilewise: q (B, Sq, H, D), k and v (B, Sk
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tilewise
+from tilewise.training.config import TrainConfig
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 #: From document numbers (B, S), or None for one document, and a dropout probability.
 MakeAttend = Callable[[Tensor | None, float], Attend]
 
 
-def tilewise_attention(documents: Tensor | None, dropout_p: float = 0.0) -> Attend:
-    """The library's own: the mask is two numbers per token, and no Sq x Sk object exists. Its bits repeat, as do a run's."""
+def tilewise_attention(documents: Tensor | None, dropout_p: float = 0.0, deterministic: bool = True) -> Attend:
+    """The library's own: the mask is two numbers per token, and no Sq x Sk object exists. Its bits repeat, if asked to."""
     mask = None if documents is None else tilewise.Document(documents)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return tilewise.attention(q, k, v, mask=mask, causal=True, dropout_p=dropout_p, deterministic=True)
+        return tilewise.attention(q, k, v, mask=mask, causal=True, dropout_p=dropout_p, deterministic=deterministic)
 
     return attend
 
@@ -46,14 +50,22 @@ def standard_attention(documents: Tensor | None, dropout_p: float = 0.0) -> Atte
     return attend
 
 
-def sdpa_attention(documents: Tensor | None, dropout_p: float = 0.0) -> Attend:
-    """PyTorch's `scaled_dot_product_attention`, given the same mask as a boolean matrix."""
+def sdpa_attention(documents: Tensor | None, dropout_p: float = 0.0, kernel: SDPBackend | None = None) -> Attend:
+    """PyTorch's `scaled_dot_product_attention`, by a kernel of its choice or this one.
+
+    It is told ``is_causal`` where that says all, as for whole rows of one document, nothing where the one query sees all
+    keys, and else a boolean matrix.
+    """
     visible = _Visible(documents)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.transpose(1, 2) for t in (q, *_repeat_kv(q, k, v)))
-        mask = visible(q.shape[2], k.shape[2], q.device)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p).transpose(1, 2)
+        square = documents is None and q.shape[2] == k.shape[2]
+        unmasked = square or (documents is None and q.shape[2] == 1)
+        mask = None if unmasked else visible(q.shape[2], k.shape[2], q.device)
+        with sdpa_kernel(kernel) if kernel else nullcontext():
+            o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, is_causal=square)
+        return o.transpose(1, 2)
 
     return attend
 
@@ -62,7 +74,15 @@ MAKE_ATTEND: dict[str, MakeAttend] = {
     "tilewise": tilewise_attention,
     "standard": standard_attention,
     "sdpa": sdpa_attention,
+    "flash": partial(sdpa_attention, kernel=SDPBackend.FLASH_ATTENTION),
+    "cudnn": partial(sdpa_attention, kernel=SDPBackend.CUDNN_ATTENTION),
 }
+
+
+def make_attend_of(config: TrainConfig) -> MakeAttend:
+    """The attention that the config asks for."""
+    make = MAKE_ATTEND[config.attention]
+    return partial(make, deterministic=False) if config.attention == "tilewise" and not config.deterministic else make
 
 
 class _Visible:

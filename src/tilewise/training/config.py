@@ -8,7 +8,9 @@ from typing import Any
 
 from tilewise.training.errors import UsageError
 
-ATTENTIONS = ("tilewise", "standard", "sdpa")
+ATTENTIONS = ("tilewise", "standard", "sdpa", "flash", "cudnn")
+FUSED = ("flash", "cudnn")  # PyTorch's GPU kernels by name: half precision, and no mask but the causal one
+PACKINGS = ("documents", "rows")
 POSITIONS = ("rotary", "learned")
 TOKENIZERS = ("byte", "bpe")
 DTYPES = ("fp32", "bf16")
@@ -21,12 +23,18 @@ PRESETS: dict[str, dict[str, Any]] = {
         "layers": 12, "heads": 12, "width": 768, "positions": "learned", "tokenizer": "bpe", "vocab_size": 50257,
         "context": 1024, "batch": 8, "lr": 6e-4, "dtype": "bf16",
     },
+    # 1.3 billion, like GPT-3 XL (Brown et al. 2020, table 2.1) with heads of 128.
+    "gpt-1.3b": {
+        "layers": 24, "heads": 16, "width": 2048, "positions": "learned", "tokenizer": "bpe", "vocab_size": 50257,
+        "context": 2048, "batch": 8, "lr": 2e-4, "dtype": "bf16",
+    },
 }  # fmt: skip
 SMALLEST_BPE = 257  # the 256 bytes and the end-of-text token
 
 _CHOICES = {
     "attention": ATTENTIONS,
     "positions": POSITIONS,
+    "packing": PACKINGS,
     "tokenizer": TOKENIZERS,
     "dtype": DTYPES,
     "device": DEVICES,
@@ -44,7 +52,10 @@ class TrainConfig:
             attention (None: as many as `heads`).
         positions: "rotary" or "learned"; both start again from 0 in each document.
         dropout: probability of dropping attention weights and residual branches.
-        attention: "tilewise", "standard" (S and P in memory) or "sdpa" (PyTorch's own).
+        attention: "tilewise", "standard" (S and P in memory) or "sdpa" (PyTorch's own); on a GPU in bf16 and with whole
+            rows also "flash" and "cudnn", its kernels by name.
+        deterministic: whether tilewise's gradients repeat bit for bit; on Hopper GPUs it costs time.
+        packing: "documents" (each token sees its own document only) or "rows" (all of its row, as GPT-2 was trained).
         data: files or folders of text; empty means the Python standard library of this machine.
         max_mb: use at most so many MB (10**6 bytes) of text, chosen by content hash; None is no limit.
         tokenizer: "byte" (257 tokens), or "bpe" with `vocab_size` tokens, trained on the training files.
@@ -73,6 +84,8 @@ class TrainConfig:
     positions: str = "rotary"
     dropout: float = 0.0
     attention: str = "tilewise"
+    deterministic: bool = True
+    packing: str = "documents"
     data: tuple[str, ...] = ()
     max_mb: float | None = None
     tokenizer: str = "byte"
@@ -114,6 +127,11 @@ class TrainConfig:
             raise UsageError(f"dropout must be in [0, 1), got {self.dropout}")
         object.__setattr__(self, "data", _as_paths(self.data))
         self._check_heads()
+        if self.attention in FUSED and (self.device, self.dtype, self.packing) != ("cuda", "bf16", "rows"):
+            raise UsageError(
+                f"{self.attention} attention needs device cuda, dtype bf16 and packing rows; "
+                f"got {self.device}, {self.dtype} and {self.packing}"
+            )
         if self.tokenizer == "bpe":
             _check_int("vocab_size", self.vocab_size, SMALLEST_BPE)
 

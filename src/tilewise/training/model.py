@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tilewise.training.attention import MAKE_ATTEND, Attend, MakeAttend
+from tilewise.training.attention import Attend, MakeAttend, make_attend_of
 from tilewise.training.config import TrainConfig
 from tilewise.training.data import IGNORE, Batch
 
@@ -35,7 +35,7 @@ class GPT(nn.Module):
     def __init__(self, config: TrainConfig, vocab_size: int, make_attend: MakeAttend | None = None):
         super().__init__()
         self.config = config
-        self.make_attend = make_attend or MAKE_ATTEND[config.attention]
+        self.make_attend = make_attend or make_attend_of(config)
         self.embedding = nn.Embedding(vocab_size, config.width)
         learned = config.positions == "learned"
         self.position_embedding = nn.Embedding(config.context, config.width) if learned else None
@@ -62,7 +62,7 @@ class GPT(nn.Module):
 
     def loss(self, batch: Batch) -> Tensor:
         """Mean cross-entropy (nats) over the scored tokens."""
-        logits = self(batch.tokens, batch.documents)
+        logits = self(batch.tokens, batch.documents if self.config.packing == "documents" else None)
         acc = torch.promote_types(logits.dtype, torch.float32)
         return F.cross_entropy(logits.to(acc).flatten(0, 1), batch.targets.flatten(), ignore_index=IGNORE)
 

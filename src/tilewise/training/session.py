@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from tilewise.training.config import TrainConfig
+from tilewise.training.config import FUSED, TrainConfig
 from tilewise.training.data import Corpus, load_corpus, make_streams
 from tilewise.training.loop import Trainer, check_device
 from tilewise.training.model import GPT
@@ -85,7 +85,10 @@ def load_model(path: Path, device: str = "cpu") -> tuple[GPT, Tokenizer]:
     folder, checkpoint = locate_checkpoint(path)
     tokenizer = folder.tokenizer()
     state = load_checkpoint(checkpoint, device)
-    model = GPT(TrainConfig.from_dict(state["config"]), tokenizer.vocab_size)
+    config = TrainConfig.from_dict(state["config"])
+    if config.attention in FUSED:  # writing is done anywhere, in float32
+        config = config.with_(attention="sdpa")
+    model = GPT(config, tokenizer.vocab_size)
     model.load_state_dict(state["model"])
     return model.to(torch.device(device)).eval(), tokenizer
 
