@@ -39,6 +39,7 @@ LAYERS = (
         "cli",
         "report",
         "training",
+        "__main__",
         "",
     ),
 )

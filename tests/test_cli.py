@@ -44,6 +44,12 @@ def test_help_lists_every_command_and_imports_none():
     assert all(name in output for name in COMMANDS)
 
 
+def test_the_package_runs_as_a_module():
+    command = [sys.executable, "-m", "tilewise", "caps", "--help"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "Example: tilewise caps" in " ".join(output.split())
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_teaches_with_an_example(name):
     assert f"Example: tilewise {name}" in " ".join(run(name, "--help").split())
