@@ -62,6 +62,7 @@ def _of_a_cpu(folder: Path) -> None:
     _run(folder, "memory", "memory", "--lengths", "256,512,1048576", "--measure-up-to", 512, "--gib", 4)
     sizes = ("-n", 96, "-D", 16, "--rounds", 1)
     _run(folder, "lab-compare", "lab", "compare", *sizes, "--tiles", "32,64")
+    _run(folder, "lab-errors", "lab", "errors", "-n", 64, "-D", 16, "--rounds", 1)
     _run(folder, "lab-sparsity", "lab", "sparsity", "-n", 256, "-D", 16, "--block", 32, "--rounds", 1)
     _run(folder, "lab-memory", "lab", "memory", "--lengths", "256,65536", "--measure-up-to", 256, "--gib", 4, "-D", 16)
     _run(folder, "io", "io", "-B", 1, "-H", 2, "--sq", 256, "--simulate")

@@ -1,6 +1,7 @@
 """`tilewise lab`: its commands on small problems."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ from test_cli import error, run
 
 from tilewise import lab
 from tilewise.cli import lab_compare, memory, memory_point
+from tilewise.cli.lab_common import draw
+from tilewise.cli.lab_errors import INPUTS
 from tilewise.cli.lab_sparsity import fit
 
-COMMANDS = ("compare", "generations", "sparsity", "memory")
+COMMANDS = ("compare", "errors", "generations", "sparsity", "memory")
 STORED = Path(__file__).parent.parent / "benchmarks" / "results" / "lab-compare-cpu-zen3.json"
 
 
@@ -57,6 +60,31 @@ def test_the_bars_of_the_stored_run():
     standard, tiled = found[lab_compare.BASELINE], found[lab_compare.TILED]
     assert (standard["saved_bytes"], tiled["saved_bytes"]) == (73_400_320, 8_421_376)
     assert tiled["backward"]["seconds"] < standard["backward"]["seconds"]
+
+
+def test_errors(tmp_path, monkeypatch):
+    """Rounding on every kind of inputs, and a system that is wrong stands out."""
+    size = ("-n", 96, "-D", 16, "-H", 2, "--causal", "--rounds", 1, "--json", tmp_path / "e.json")
+    run("lab", "errors", *size)
+    results = json.loads((tmp_path / "e.json").read_text())["results"]
+    assert {(r["inputs"], r["system"]) for r in results} == {(i, s) for i in INPUTS for s in (*lab.names(), "sdpa")}
+    assert all(0 < error < 1e-6 for r in results for error in r["errors"].values())
+    right = lab.StandardAttention.attend
+    monkeypatch.setattr(lab.StandardAttention, "attend", lambda self, q, k, v, mask: 1.01 * right(self, q, k, v, mask))
+    output = run("lab", "errors", *size, "--system", "standard")
+    found = {r["system"]: r["errors"]["o"] for r in json.loads((tmp_path / "e.json").read_text())["results"]}
+    assert found["standard"] > 1e3 * found["sdpa"] and "rising" in output
+
+
+def test_hard_inputs_are_hard():
+    """Every tile of 128 keys raises every row's maximum by more than 8 in base 2; outliers are rare."""
+    tensors = draw(1, 512, 2, 64, torch.float32, "cpu")
+    q, k, _, _ = INPUTS["rising"](tensors)
+    scores = torch.einsum("bmhd,bnhd->bhmn", q, k) / 8
+    largest = scores.unflatten(-1, (4, 128)).amax(-1)
+    assert float((largest.diff() / math.log(2)).mean()) > 8
+    changed = [(a != b).float().mean() for a, b in zip(INPUTS["outliers"](tensors), tensors)]
+    assert all(3e-4 < share < 3e-3 for share in changed[:3]) and changed[3] == 0
 
 
 def test_sparsity(tmp_path):
@@ -108,7 +136,7 @@ def test_generations_name_what_failed(monkeypatch):
     assert "flash1: RuntimeError: out of resource" in output
 
 
-def test_errors():
+def test_usage_errors():
     assert "systems on cpu are" in error("lab", "compare", "--system", "flash3")
     assert "dtype must be one of" in error("lab", "sparsity", "--dtype", "fp8")
     if not torch.cuda.is_available():

@@ -113,7 +113,11 @@ def test_usage_errors_are_precise(texts, tmp_path):
         ("train", "--out", run, "--data", texts, *SMALL): "holds a run already: continue it with --resume",
         ("train", "--resume", tmp_path / "no"): "no checkpoint at",
         ("train", "--resume", run, "--lr", 1): "so --lr cannot be given with it",
-        ("train", "--attention", "flash"): "flash attention needs device cuda, dtype bf16 and packing rows; got cpu, fp32",
+        (
+            "train",
+            "--attention",
+            "flash",
+        ): "flash attention needs device cuda, dtype bf16 and packing rows; got cpu, fp32",
         ("sample", run / "checkpoints" / "step-000009.pt"): "there are step-000004.pt",
         ("sample", small): "no checkpoint at",
         ("sample", run, "--temperature", -1): "temperature must be a finite number >= 0, got -1",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import typer
 
 from tilewise.cli.lab_compare import compare
+from tilewise.cli.lab_errors import errors
 from tilewise.cli.lab_generations import generations
 from tilewise.cli.lab_memory import memory
 from tilewise.cli.lab_sparsity import sparsity
 
 lab = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", add_completion=False)
-for command in (compare, generations, sparsity, memory):
+for command in (compare, errors, generations, sparsity, memory):
     lab.command()(command)
 
 

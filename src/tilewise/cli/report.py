@@ -27,11 +27,11 @@ def report(
 ) -> None:
     """Make one page of what commands stored with `--json`: pictures, tables, and a sentence with numbers under each.
 
-    Knows the files of `bench` (CPU, GPU, `--features`), `memory`, `lab compare | generations | sparsity | memory`, `io` (and
-    `--measure`), `fit`, `compare` and of `make test-gpu`. The page, index.html, holds its pictures, so it can be sent alone
-    and opened without a network, on a phone too; the PNG files lie beside it. Files that are not drawn are named with the
-    reason, on the page and here; one that is broken makes this command fail after it has written the rest. Plots that the
-    papers' claims ask for and that have no data are named with the command that makes it.
+    Knows the files of `bench` (CPU, GPU, `--features`), `memory`, `lab compare | errors | generations | sparsity | memory`,
+    `io` (and `--measure`), `fit`, `compare` and of `make test-gpu`. The page, index.html, holds its pictures, so it can be
+    sent alone and opened without a network, on a phone too; the PNG files lie beside it. Files that are not drawn are named
+    with the reason, on the page and here; one that is broken makes this command fail after it has written the rest. Plots
+    that the papers' claims ask for and that have no data are named with the command that makes it.
 
     Example: `tilewise report benchmarks/results/lab-compare-cpu-zen3.json benchmarks/results/memory-cpu.json -o report`
     """

@@ -57,6 +57,7 @@ KINDS = (
     Kind("memory", "memory", memory.memory),
     Kind("memory of the lab's systems", "lab memory", memory.memory),
     Kind("the lab's systems", "lab compare", lab.compare),
+    Kind("errors", "lab errors", lab.errors),
     Kind("block-sparse attention", "lab sparsity", lab.sparsity),
     Kind("the IO model", "io", io.io, lambda data: not data.get("measured"), computed=True),
     Kind("the IO model, measured", "io", io.io),

@@ -1,4 +1,4 @@
-"""The lab: `tilewise lab compare` and `lab sparsity`."""
+"""The lab: `tilewise lab compare`, `lab errors` and `lab sparsity`."""
 
 from __future__ import annotations
 
@@ -42,6 +42,37 @@ def compare(data: dict[str, Any]) -> Section:
         ],
         [f"{r['system']} disagrees with the float64 reference" for r in results if not r["exact"]],
     )
+
+
+def errors(data: dict[str, Any]) -> Section:
+    """Root mean square errors on ordinary and on hard inputs."""
+    results = [r for r in data["results"] if "errors" in r]
+    normal = {r["system"]: r["seconds"] for r in results if r["inputs"] == "normal"}
+    rows = []
+    for r in results:
+        ratios = [times(seconds / normal[r["system"]][which]) for which, seconds in r["seconds"].items()]
+        rows.append([r["inputs"], r["system"], *(f"{error:.2e}" for error in r["errors"].values()), *ratios])
+    kinds = ("o", "dq", "dk", "dv")
+    columns = ("inputs", "system", *kinds, *(f"{which}, over normal" for which in PASSES))
+    inputs = list(dict.fromkeys(r["inputs"] for r in results))
+    return Section(
+        "Errors against float64",
+        f"{shape_of(data['problem'])}, on {data['problem']['device']}; root of the mean square over all elements",
+        panels=[_errors_of(name, [r for r in results if r["inputs"] == name]) for name in inputs],
+        tables=[Table("Errors, and time over that of normal inputs", columns, rows, left=2)],
+        warnings=[f"{r['system']} on {r['inputs']} inputs: {r['missing']}" for r in data["results"] if "missing" in r],
+    )
+
+
+def _errors_of(inputs: str, rows: Rows) -> Panel:
+    found = {r["system"]: r["errors"]["o"] for r in rows}
+    least, most = (f(found, key=lambda name: found[name]) for f in (min, max))
+    says = f"of o: from {found[least]:.2e} ({least}) to {found[most]:.2e} ({most})"
+
+    def draw(axes: Any) -> None:
+        picture.bars(axes, list(found), {"o": list(found.values())}, "root mean square error of o")
+
+    return Panel(f"errors-{inputs}", f"{inputs} inputs", "Bars: error of o of each system.", sentence(says), draw)
 
 
 def _kept(timed: Rows) -> Panel:

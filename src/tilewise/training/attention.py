@@ -81,8 +81,8 @@ MAKE_ATTEND: dict[str, MakeAttend] = {
 
 def make_attend_of(config: TrainConfig) -> MakeAttend:
     """The attention that the config asks for."""
-    make = MAKE_ATTEND[config.attention]
-    return partial(make, deterministic=False) if config.attention == "tilewise" and not config.deterministic else make
+    options = {"deterministic": False} if config.attention == "tilewise" and not config.deterministic else {}
+    return partial(MAKE_ATTEND[config.attention], **options)
 
 
 class _Visible:
