@@ -63,7 +63,7 @@ triton: $(TRITON_VENV)/.installed
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(TRITON_PYTEST) tests/triton_lanes/test_interpret*.py tests/triton_lanes/test_decode.py \
 		tests/triton_lanes/test_lab.py
 	$(TRITON_PYTEST) tests/triton_lanes/test_compile.py tests/triton_lanes/test_gluon_*.py tests/triton_lanes/test_replay.py \
-		tests/triton_lanes/test_lab.py
+		tests/triton_lanes/test_lab.py tests/triton_lanes/test_lower.py
 
 # On a machine with a GPU, with the torch that is installed there (and pytest, pytest-xdist, hypothesis): everything that has
 # to hold on it, into one report. Interrupted or called again for the same source, it goes on with what has not passed.

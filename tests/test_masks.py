@@ -115,6 +115,13 @@ def test_document_is_id_equality():
             assert torch.equal(_visible(Document(ids_q, keys), 5, Sk)[0, 0], expected), ids_k
 
 
+def test_packed_documents_are_ordered():
+    assert Document(torch.tensor([0, 0, 1, 3, 3, -1, -1])).ordered
+    assert Document.from_cu_seqlens(torch.tensor([0, 3, 3, 7])).ordered
+    assert Document(torch.tensor([7, 7, 1, -1, 3])).ordered
+    assert not Document(torch.tensor([1, 0]), torch.tensor([0, 0, 1])).ordered
+
+
 @pytest.mark.parametrize("ids", [(0, 1, 0), (3, 3, 2, 3), (0, -1, 0)])
 def test_document_refuses_scattered_keys(ids):
     with pytest.raises(ValueError, match="contiguous"):

@@ -70,6 +70,7 @@ def _load_triton() -> Backend:
 
 
 FEW_ROWS, MANY_KEYS = 64, 8  # rows of one sequence and kv head, keys for each of them: a decoding step's
+BLOCK_KEYS = 64  # the least that a tile of keys has
 GLUON_VERSION = "3.6"  # of Triton: the language has changed in every release since
 
 
@@ -95,7 +96,7 @@ def _no_gluon() -> str | None:
 
 
 def _gluon_lacks(problem: Problem) -> str | None:
-    """What its copies (TMA) and its closed formulas of masks cannot do, and what others do better."""
+    """What its copies (TMA) and its tiles cannot do, and what others do better."""
     if min(problem.B, problem.total_q, problem.total_k) == 0:
         return "there are no rows or no keys"
     if max(problem.total_q * problem.H, 2 * problem.total_k) >= 2**31:
@@ -105,10 +106,9 @@ def _gluon_lacks(problem: Problem) -> str | None:
         return f"{rows} rows share {problem.Sk} keys, which triton divides among programs"
     if problem.D % 8 or problem.Dv % 8:
         return f"head dims {problem.D}, {problem.Dv} are not multiples of 8"
-    if any(term.name == "prefix" and term.tensors for term in problem.spec.mask):
-        return "a prefix of its own for each sequence"
-    if len({term.params for term in problem.spec.mask if term.name == "chunk"}) > 1:
-        return "chunks of several sizes"
+    for term in problem.spec.mask:
+        if term.name == "blocks" and term.params[1] % BLOCK_KEYS:
+            return f"blocks of {term.params[1]} keys, not a multiple of {BLOCK_KEYS}"
     return None
 
 
@@ -139,7 +139,7 @@ BACKENDS: tuple[Capabilities, ...] = (
         device="cuda",
         dtypes=(torch.bfloat16, torch.float16),
         max_head_dim=256,
-        features=frozenset(FEATURES) - {"document", "blocks", "dense", "bias", "dropout"},
+        features=frozenset(FEATURES) - {"dense", "bias", "dropout"},
         requires=_gluon_requires,
         load=_load_gluon,
         extra=_gluon_lacks,

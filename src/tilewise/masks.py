@@ -191,6 +191,7 @@ class Document(IntervalMask):
     """
 
     name: ClassVar[str] = "document"
+    ordered: bool  # no bound ever decreases from query to query
 
     def __init__(self, ids_q: Tensor, ids_k: Tensor | None = None):
         ids_q = _document_ids(ids_q, "ids_q")
@@ -199,9 +200,10 @@ class Document(IntervalMask):
             raise ValueError(f"Document ids must share a device, got {ids_q.device} and {ids_k.device}")
         if ids_q.shape[0] != ids_k.shape[0]:
             raise ValueError(f"Document ids must share a batch size, got {ids_q.shape[0]} and {ids_k.shape[0]}")
-        self.lo, self.hi, contiguous = _document_bounds(ids_q, ids_k)
+        self.lo, self.hi, facts = _document_bounds(ids_q, ids_k)
         self.length_k = ids_k.shape[1]
-        if not bool(contiguous):
+        contiguous, self.ordered = facts.tolist()
+        if not contiguous:
             raise ValueError("Document: each document's keys must be contiguous; sort the sequence by document first")
 
     @classmethod
@@ -223,7 +225,7 @@ class Document(IntervalMask):
     @classmethod
     def rebuild(cls, params, tensors):
         self = cls.__new__(cls)
-        (self.length_k,), (self.lo, self.hi) = params, tensors
+        (self.length_k, self.ordered), (self.lo, self.hi) = params, tensors
         return self
 
     @property
@@ -232,7 +234,7 @@ class Document(IntervalMask):
 
     @property
     def params(self):
-        return (self.length_k,)
+        return (self.length_k, self.ordered)
 
     @property
     def tensors(self):
@@ -375,16 +377,19 @@ def _ids_from_cu_seqlens(cu_seqlens: Any, what: str) -> Tensor:
 
 
 def _document_bounds(ids_q: Tensor, ids_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """First and one-past-last key of each query's document, and whether every document is one run of keys."""
+    """First and one-past-last key of each query's document; whether every document is one run of keys, and `ordered`."""
     if ids_k.shape[1] == 0:
         empty = torch.zeros_like(ids_q, dtype=torch.int32)
-        return empty, empty, torch.tensor(True)
+        return empty, empty, torch.tensor((True, True))
     sorted_ids, order = ids_k.sort(dim=1, stable=True)
     run = (sorted_ids[:, 1:] != sorted_ids[:, :-1]) | (order[:, 1:] == order[:, :-1] + 1) | (sorted_ids[:, 1:] < 0)
     begin = torch.searchsorted(sorted_ids, ids_q, right=False)
     end = torch.searchsorted(sorted_ids, ids_q, right=True)
     seen = (end > begin) & (ids_q >= 0)
     last = ids_k.shape[1] - 1
-    lo = torch.where(seen, order.gather(1, begin.clamp(max=last)), 0)
     hi = torch.where(seen, order.gather(1, (end - 1).clamp(min=0)) + 1, 0)
-    return lo.int(), hi.int(), run.all()
+    reached = hi.cummax(1).values  # padding sees no key, at a place where order stays
+    lo = torch.where(seen, order.gather(1, begin.clamp(max=last)), reached)
+    hi = torch.where(seen, hi, reached)
+    ordered = torch.stack([(x.diff(dim=1) >= 0).all() for x in (lo, hi)]).all()
+    return lo.int(), hi.int(), torch.stack((run.all(), ordered))

@@ -26,7 +26,7 @@ class Case:
         used_q, used_k: seqused of each packed sequence.
         spare: rows and keys behind the last packed sequence, which belong to none.
         mask: recipes joined by ``&``: ("causal", align), ("window", left, right, align), ("chunk", size),
-            ("prefix", length or "B"), ("document", "S" or "BS"), ("blocks", block_m, block_n, dims, density) and
+            ("prefix", length or "B"), ("document", "S" or "BS", packed), ("blocks", block_m, block_n, dims, density) and
             ("dense", dims, density). Trailing entries have defaults.
         softcap, softmax_scale, dropout: as in `attention`.
         alibi: dims of the slopes, "H" or "BH".
@@ -236,9 +236,16 @@ class _Draw:
     def _prefix(self, length: int | str) -> masks.Mask:
         return masks.Prefix(self.integers(self.n["Sk"] + 2, (self.n["B"],)) if isinstance(length, str) else length)
 
-    def _document(self, dims: str = "S") -> masks.Mask:
-        """Runs of keys in shuffled order of id, queries anywhere; id -1 is padding, and some ids have no keys."""
+    def _document(self, dims: str = "S", packed: bool = False) -> masks.Mask:
+        """Runs of keys in shuffled order of id, queries anywhere; id -1 is padding, and some ids have no keys.
+
+        If `packed`: one document after the other, and padding at the end.
+        """
         batch = self.n["B"] if dims == "BS" else 1
+        if packed:
+            ids = [self.integers(6, (batch, self.n[side])).sort(1).values for side in ("Sq", "Sk")]
+            ids = [torch.where(x == 5, -1, x) for x in ids]
+            return masks.Document(*ids) if dims == "BS" else masks.Document(*(x[0] for x in ids))
         runs = self.integers(4, (batch, self.n["Sk"])).sort(1).values
         names = torch.stack([torch.randperm(5, generator=self.g) for _ in range(max(batch, 1))])[:batch] - 1
         ids_k = names.gather(1, runs)

@@ -17,6 +17,13 @@ CASES = [
     Case("causal_d256", B=1, Sq=512, H=2, D=256, mask=(CAUSAL,)),
     Case("d_ne_dv", B=1, Sq=512, H=2, D=192, Dv=128),
     Case("full_d96", B=1, Sq=512, H=2, D=96),
+    Case("document_d64", B=1, Sq=2048, H=4, Hkv=2, D=64, mask=(("document", "BS"), CAUSAL)),
+    Case("document_d256", B=1, Sq=512, H=2, D=256, mask=(("document", "BS"), CAUSAL)),
+    Case("blocks_d64", B=1, Sq=2048, H=4, Hkv=2, D=64, mask=(("blocks", 128, 128, "HQK"),)),
+    Case("blocks_causal_d128", B=1, Sq=512, H=4, Hkv=2, D=128, mask=(("blocks", 128, 128, "HQK"), CAUSAL)),
+    Case("blocks_document_d128", B=1, Sq=512, H=4, Hkv=2, D=128, mask=(("blocks", 64, 64, "HQK"), ("document", "BS"))),
+    Case("blocks_mix_d64", lengths_q=(160, 75), lengths_k=(190, 140), H=4, Hkv=2, D=64, softcap=4.0, alibi="BH", sinks=True,
+         mask=(("blocks", 64, 64, "HQK"), ("prefix", "B"))),
     Case("mix_d64", lengths_q=(160, 75), lengths_k=(190, 140), H=4, Hkv=2, D=64, softcap=4.0, alibi="BH", sinks=True,
          mask=(("window", 100, 9),)),
 ]  # fmt: skip

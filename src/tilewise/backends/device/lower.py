@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tilewise.block_mask import TileMap, element_mask, tile_map
-from tilewise.masks import Blocks, Causal, Chunk, IntervalMask, Prefix, TileMask, Window
+from tilewise.masks import Blocks, Causal, Chunk, Document, IntervalMask, Prefix, TileMask, Window
 from tilewise.predicates import drop_threshold
 from tilewise.sequences import RowBounds, Sequences, row_bounds, sequences
 from tilewise.spec import BoundSpec
@@ -80,6 +80,17 @@ class Lowered:
         if self.closed is not None:
             return self.closed
         return Interval(low=self.row_bounds.lo, high=self.row_bounds.hi, batch=self.row_bounds.stride)
+
+    @cached_property
+    def ordered_interval(self) -> Interval:
+        """`interval`, with bounds of every key where it has bounds of every row; see `is_ordered`."""
+        if self.closed is not None:
+            return self.closed
+        lo, hi = (x.view(-1, self.lengths.max_q) for x in (self.row_bounds.lo, self.row_bounds.hi))
+        keys = torch.arange(self.lengths.max_k, dtype=lo.dtype, device=self.device).repeat(len(lo), 1)
+        # Rows whose `lo` is at most n come first, rows whose `hi` is larger come last.
+        first, end = (torch.searchsorted(x, keys, right=True, out_int32=True) for x in (hi, lo))
+        return self.interval._replace(first=first, end=end, key_batch=self.lengths.max_k if len(lo) > 1 else 0)
 
     @cached_property
     def reach(self) -> int:
@@ -155,6 +166,16 @@ def _elements(name: str, x: Tensor | None, shape: tuple[int, ...]) -> dict[str, 
         return {}
     x = x.resolve_neg().expand(shape)
     return {name: x} | dict(zip((f"{name}_b", f"{name}_h", f"{name}_m", f"{name}_n"), x.stride(), strict=True))
+
+
+def is_ordered(bound: BoundSpec) -> bool:
+    """Whether no row sees keys before those of the row before it: rows that see a key are an interval, too.
+
+    So it is with closed formulas, which kernels turn round. Bounds of rows are turned round in the dense layout only.
+    """
+    documents = [mask for mask in bound.interval_masks if isinstance(mask, Document)]
+    in_rows = _closed_formulas(bound.interval_masks) is None
+    return all(mask.ordered for mask in documents) and not (in_rows and bound.spec.varlen)
 
 
 def _closed_formulas(masks: list[IntervalMask]) -> Interval | None:

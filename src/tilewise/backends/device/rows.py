@@ -55,10 +55,11 @@ def across(rows):
 
 
 @triton.jit
-def _listed(visit, b, h, i):
+def listed(visit, b, h, i):
+    """(which list, how many of its tiles are partial, how many there are) of tile i."""
     at = tl.cast(b, tl.int64) * visit.batch + h * visit.head + i
     partial = tl.load(visit.partial + at)
-    return partial, partial + tl.load(visit.full + at), visit.tiles + at * visit.columns
+    return at, partial, partial + tl.load(visit.full + at)
 
 
 @triton.jit
@@ -74,8 +75,8 @@ def key_tiles(rows, h, i, first, last, k_len, shift, interval, visit, BLOCK_N: t
         span = kv_tile_range(lo_min, lo_max, hi_min, hi_max, BLOCK_N)
         return Walk(span.first, span.full_first, span.full_last, span.last, 0)
     else:
-        partial, end, listed = _listed(visit, rows.b, h, i)
-        return Walk(0, partial, end, end, listed)
+        at, partial, end = listed(visit, rows.b, h, i)
+        return Walk(0, partial, end, end, visit.tiles + at * visit.columns)
 
 
 @triton.jit
@@ -99,13 +100,13 @@ def row_tiles(
     """The row tiles that see key tile j."""
     if visit is None:
         first, last = j * BLOCK_N, tl.minimum((j + 1) * BLOCK_N, k_len) - 1
-        lo_min, hi_min = key_interval(interval, first, first < k_len, shift, q_len)
-        lo_max, hi_max = key_interval(interval, last, first < k_len, shift, q_len)
+        lo_min, hi_min = key_interval(interval, b, first, first < k_len, shift, q_len)
+        lo_max, hi_max = key_interval(interval, b, last, first < k_len, shift, q_len)
         span = kv_tile_range(lo_min, lo_max, hi_min, hi_max, BLOCK_M)
         return Walk(span.first, span.full_first, span.full_last, span.last, 0)
     else:
-        partial, last, listed = _listed(visit, b, h, j)
-        return Walk(0, partial, last, last, listed)
+        at, partial, end = listed(visit, b, h, j)
+        return Walk(0, partial, end, end, visit.tiles + at * visit.columns)
 
 
 @triton.jit

@@ -67,12 +67,18 @@ def hide(s, scoring, rows, key, k_len):
         )  # fmt: skip
         keep = keep & (tl.load(at, mask=inside, other=0) != 0)
     if scoring.pattern is not None:
-        at = _element_at(
-            scoring.pattern, scoring.pattern_b, scoring.pattern_h, scoring.pattern_m, scoring.pattern_n, rows.b, rows.h,
-            rows.index // scoring.block_m, key // scoring.block_n,
-        )  # fmt: skip
-        keep = keep & (tl.load(at, mask=inside, other=0) != 0)
+        keep = keep & in_pattern(scoring, rows, key, inside)
     return tl.where(keep, s, -float("inf"))
+
+
+@triton.jit
+def in_pattern(scoring, rows, key, inside):
+    """Whether block-sparse attention computes the rows' scores with the keys, which are `inside` the sequence."""
+    at = _element_at(
+        scoring.pattern, scoring.pattern_b, scoring.pattern_h, scoring.pattern_m, scoring.pattern_n, rows.b, rows.h,
+        rows.index // scoring.block_m, key // scoring.block_n,
+    )  # fmt: skip
+    return tl.load(at, mask=inside, other=0) != 0
 
 
 @triton.jit

@@ -60,8 +60,8 @@ def row_interval(interval, b, m, token, valid, k_len):
 
 
 @triton.jit
-def key_interval(interval, n, valid, shift, q_len):
-    """Rows [first, end) that see each key, by the closed formulas of `row_interval` turned round."""
+def key_interval(interval, b, n, valid, shift, q_len):
+    """Rows [first, end) that see each key: the bounds of `row_interval` turned round."""
     first = n * 0
     end = first + q_len
     if interval.left is not None:
@@ -73,6 +73,10 @@ def key_interval(interval, n, valid, shift, q_len):
     if interval.chunk is not None:
         low, high = chunk_interval(n, interval.chunk)
         first, end = tl.maximum(first, low - shift), tl.minimum(end, high - shift)
+    if interval.first is not None:
+        at = tl.cast(b, tl.int64) * interval.key_batch + n
+        first = tl.maximum(first, tl.load(interval.first + at, mask=valid, other=0))
+        end = tl.minimum(end, tl.load(interval.end + at, mask=valid, other=0))
     first = tl.minimum(first, q_len)
     return first, tl.where(valid, tl.maximum(end, first), first)
 

@@ -42,6 +42,9 @@ class Interval(NamedTuple):
     low: Tensor | None = None  # of each row, int32, at `batch` * b + row (packed: + first row of the sequence)
     high: Tensor | None = None
     batch: int | None = None
+    first: Tensor | None = None  # of each key, the rows [first, end) that see it, int32, at `key_batch` * b + key
+    end: Tensor | None = None
+    key_batch: int | None = None
 
 
 class Elements(NamedTuple):

@@ -5,11 +5,15 @@ from __future__ import annotations
 from torch import Tensor
 
 from tilewise.backends.base import Backward, Grads, Needs
+from tilewise.backends.device.lower import is_ordered
 from tilewise.backends.device.replay import Replays, replayed_backward, replayed_forward
 from tilewise.backends.gluon.backward import backward
 from tilewise.backends.gluon.descriptors import as_boxes
 from tilewise.backends.gluon.forward_sm90 import forward
+from tilewise.masks import Blocks
 from tilewise.spec import BoundSpec
+
+BLOCK = 64  # rows, and keys: of what lies in one block of block-sparse attention
 
 
 class GluonForward:
@@ -52,5 +56,10 @@ class GluonBackward:
 
 
 def elsewhere(bound: BoundSpec, needs: Needs) -> bool:
-    """Whether other kernels have to compute these gradients: dq adds up in any order here, and slopes have no gradient."""
-    return bound.spec.deterministic or needs.dslopes
+    """Whether other kernels have to compute these gradients.
+
+    Here dq adds up in any order, slopes have no gradient, rows that see a key are an interval, and a tile of rows lies in
+    one block.
+    """
+    blocks = any(isinstance(mask, Blocks) and mask.block_m % BLOCK for mask in bound.tile_masks)
+    return bound.spec.deterministic or needs.dslopes or blocks or not is_ordered(bound)

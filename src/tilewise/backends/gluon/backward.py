@@ -10,7 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # pyright:
 from tilewise.backends.base import Grads, Needs
 from tilewise.backends.device.gradients import sink_gradient
 from tilewise.backends.device.launch import Launcher, layout_key
-from tilewise.backends.device.lower import LOG2E, Lowered, per_row, strided
+from tilewise.backends.device.lower import LOG2E, Lowered, per_row, strided, visit
 from tilewise.backends.device.order import heads_together, multiprocessors
 from tilewise.tiles import cdiv
 
@@ -32,7 +32,7 @@ def backward(
 
     dq is a sum of float32 in the order in which programs finish: its last bits differ from run to run.
     """
-    config = config or backward_config(q.shape[-1], v.shape[-1], call.scoring.scale is None)
+    config = config or backward_config(q.shape[-1], v.shape[-1], call.scoring.scale is None, call.scoring.block_m or 0)
     do = torch.zeros_like(o) if do is None else do
     new = torch.zeros_like if call.varlen else torch.empty_like  # rows between packed sequences belong to no program
     dq, dk, dv = (new(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -103,12 +103,13 @@ class _Launch:
         keys = 64 if config.wide else config.block_n // 2
         line = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
         shares = gl.NVMMASharedLayout.get_default_for(share, gl.float32)
+        lists = visit(call, config.block_m, config.block_n, transposed=True) if call.lists_tiles else None
         args = (
             boxes(self.q, config.block_m, columns), boxes(self.k, config.block_n, columns),
             boxes(self.v, config.block_n, columns), boxes(self.do, config.block_m, columns),
             *(TensorDescriptor.from_tensor(x, [config.block_m], line) for x in (self.minus_lse, self.minus_delta)),
             TensorDescriptor.from_tensor(self.dq_sum, share, shares), boxes(self.dk, keys, columns),
-            boxes(self.dv, keys, columns), self.broken_keys, call.lengths, call.interval, call.scoring,
+            boxes(self.dv, keys, columns), self.broken_keys, call.lengths, call.ordered_interval, lists, call.scoring,
             call.bound.softmax_scale, *self.shape, config,
         )  # fmt: skip
         grid = self.shape.tiles * self.shape.all_heads
@@ -126,7 +127,7 @@ class _Launch:
         tensors = (self.q, self.k, self.v, self.do)
         args = (
             *map(strided, tensors), self.minus_lse, self.minus_delta, *map(strided, (self.dq, self.dk, self.dv)),
-            self.broken_rows, self.broken_keys, self.call.lengths, self.call.interval, self.call.scoring,
+            self.broken_rows, self.broken_keys, self.call.lengths, self.call.ordered_interval, self.call.scoring,
             self.call.bound.softmax_scale, self.row_tiles, *self.shape, *self.widths, ROWS, NOTES_READ,
             2 if self.config.wide else 1,
         )  # fmt: skip

@@ -9,7 +9,7 @@ from triton.language.core import _aggregate as aggregate
 
 from tilewise.backends.device.descriptors import tma_start
 from tilewise.backends.device.portable import cdiv, work_order
-from tilewise.backends.device.rows import row_tiles
+from tilewise.backends.device.rows import row_tiles, tile_of
 from tilewise.backends.device.seqinfo import sequence
 
 from .backward_rows import sum_row
@@ -130,33 +130,34 @@ def key_tile(place, call):
 
 
 @gluon.jit
-def row_sweep(interval, j, q_len, k_len, shift, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """(first, early, masked, full_first, full_last) of the row tiles that see key tile j.
+def row_sweep(interval, visit, j, b, h, q_len, k_len, shift, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+    """(walk, early, masked, full_last) of the row tiles that see key tile j.
 
     `masked` tiles need masking: `early` of them before the full ones. Where rows are missing, none does on their account:
     they start from -inf. Where keys are missing, every tile does: p of a key of zeros may be infinite.
     """
-    walk = row_tiles(j, 0, 0, cdiv(q_len, BLOCK_M) * BLOCK_M, k_len, shift, interval, None, BLOCK_M, BLOCK_N)
+    walk = row_tiles(j, b, h, cdiv(q_len, BLOCK_M) * BLOCK_M, k_len, shift, interval, visit, BLOCK_M, BLOCK_N)
     full_last = gl.where((j + 1) * BLOCK_N > k_len, walk.full_first, walk.full_last)
     early = walk.full_first - walk.first
-    return walk.first, early, early + walk.last - full_last, walk.full_first, full_last
+    return walk, early, early + walk.last - full_last, full_last
 
 
 @gluon.jit
-def tile_in(entry, first, early, full_first, full_last):
-    """The row tile of an entry among the masked ones."""
-    return gl.where(entry < early, first + entry, full_last + entry - early)
+def masked_tile(n, walk, early, full_last, visit):
+    """Number n of the row tiles that need masking."""
+    return tile_of(gl.where(n < early, walk.first + n, full_last + n - early), walk, visit)
 
 
 @gluon.jit
-def produce(shared, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, lengths, interval, call, CFG: gl.constexpr):
+def produce(
+    shared, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, lengths, interval, visit, call, CFG: gl.constexpr
+):  # fmt: skip
     """Start the copies: keys and values once, row tiles in the order in which consumers want them."""
     BLOCK_M: gl.constexpr = CFG.block_m
     BLOCK_N: gl.constexpr = CFG.block_n
     j, b, hkv = key_tile(gl.program_id(0), call)
     q_start, q_len, k_start, k_len, shift = sequence(lengths, b)
     if j * BLOCK_N < k_len:
-        first, early, masked, full_first, full_last = row_sweep(interval, j, q_len, k_len, shift, BLOCK_M, BLOCK_N)
         full = shared.keys_full.index(0)
         mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(
@@ -168,10 +169,11 @@ def produce(shared, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, lengt
         at = 0
         for h in range(hkv * call.group, (hkv + 1) * call.group):
             row = sum_row(lengths, b, h, q_start, call)
-            for entry in range(masked + full_last - full_first):
-                i = gl.where(
-                    entry < masked, tile_in(entry, first, early, full_first, full_last), full_first + entry - masked
-                )
+            walk, early, masked, full_last = row_sweep(interval, visit, j, b, h, q_len, k_len, shift, BLOCK_M, BLOCK_N)
+            for n in range(walk.last - walk.first):
+                i = masked_tile(n, walk, early, full_last, visit)
+                if n >= masked:
+                    i = tile_of(walk.full_first + n - masked, walk, visit)
                 shared.q.fill(
                     at, q_desc, tma_start(q_desc, b, h, q_start, q_len, i * BLOCK_M), lse_desc, row + i * BLOCK_M
                 )

@@ -9,9 +9,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from tilewise.backends.device.descriptors import tma_start
+from tilewise.backends.device.rows import tile_of
 from tilewise.backends.device.seqinfo import sequence
 
-from .backward_parts import broken_sums, key_tile, make_shared, meet, produce, row_sweep, tile_in
+from .backward_parts import broken_sums, key_tile, make_shared, masked_tile, meet, produce, row_sweep
 from .backward_rows import UNSPECIALIZED, Shape, sum_row
 from .backward_steps import KEYS, narrow_step, wide_step
 from .pipeline import barriers_ready
@@ -79,7 +80,7 @@ def write_wide(GROUP: gl.constexpr, shared, dk, dv, dk_desc, dv_desc, b, hkv, k_
 
 @gluon.jit
 def consume(
-    GROUP: gl.constexpr, shared, dq_desc, dk_desc, dv_desc, broken, lengths, interval, scoring, softmax_scale, call,
+    GROUP: gl.constexpr, shared, dq_desc, dk_desc, dv_desc, broken, lengths, interval, visit, scoring, softmax_scale, call,
     CFG: gl.constexpr,
 ):  # fmt: skip
     """dk and dv of a key tile, as far as they are this consumer's."""
@@ -95,9 +96,6 @@ def consume(
     if key >= k_len:
         gl.store(note, 0)
     else:
-        first, early, masked, full_first, full_last = row_sweep(
-            interval, j, q_len, k_len, shift, CFG.block_m, CFG.block_n
-        )
         zero = gl.zeros([KEYS, ROWS], gl.float32, S_LAYOUT)
         dk = gl.zeros([KEYS, COLUMNS], gl.float32, K_LAYOUT)
         dv = gl.zeros([KEYS, COLUMNS], gl.float32, K_LAYOUT)
@@ -105,14 +103,18 @@ def consume(
         at = 0
         for h in range(hkv * call.group, (hkv + 1) * call.group):
             dq_row = sum_row(lengths, b, h, q_start, call)
-            for entry in range(masked):
-                i = tile_in(entry, first, early, full_first, full_last)
+            walk, early, masked, full_last = row_sweep(
+                interval, visit, j, b, h, q_len, k_len, shift, CFG.block_m, CFG.block_n
+            )
+            for n in range(masked):
+                i = masked_tile(n, walk, early, full_last, visit)
                 dk, dv = step(
                     GROUP, shared, at, b, h, i * CFG.block_m, key, q_len, k_len, shift, dq_row, dk, dv, dq_desc, zero,
                     interval, scoring, True, CFG.wide,
                 )  # fmt: skip
                 at += 1
-            for i in range(full_first, full_last):
+            for entry in range(walk.full_first, full_last):
+                i = tile_of(entry, walk, visit)
                 dk, dv = step(
                     GROUP, shared, at, b, h, i * CFG.block_m, key, q_len, k_len, shift, dq_row, dk, dv, dq_desc, zero,
                     interval, scoring, False, CFG.wide,
@@ -128,15 +130,17 @@ def consume(
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, broken, lengths, interval, scoring,
-    softmax_scale, heads, heads_kv, group, tiles, together, all_heads, batch_rows, head_rows, CFG: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, broken, lengths, interval, visit,
+    scoring, softmax_scale, heads, heads_kv, group, tiles, together, all_heads, batch_rows, head_rows, CFG: gl.constexpr,
 ):  # fmt: skip
     """dv = p^T do, dk = scale ds^T q, dq = ds k with ds = p (do v^T - delta), p = exp(s - lse)."""
     call = Shape(heads, heads_kv, group, tiles, together, all_heads, batch_rows, head_rows)
     shared = make_shared(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, CFG)
     barriers_ready()
     gl.warp_specialize([
-        (consume, (0, shared, dq_desc, dk_desc, dv_desc, broken, lengths, interval, scoring, softmax_scale, call, CFG)),
-        (consume, (1, shared, dq_desc, dk_desc, dv_desc, broken, lengths, interval, scoring, softmax_scale, call, CFG)),
-        (produce, (shared, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, lengths, interval, call, CFG)),
+        (consume, (0, shared, dq_desc, dk_desc, dv_desc, broken, lengths, interval, visit, scoring, softmax_scale, call,
+                     CFG)),
+        (consume, (1, shared, dq_desc, dk_desc, dv_desc, broken, lengths, interval, visit, scoring, softmax_scale, call,
+                     CFG)),
+        (produce, (shared, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, lengths, interval, visit, call, CFG)),
     ], [4, 1], [CFG.registers, CFG.producer_registers])  # fmt: skip

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
 
-from tilewise.backends.device.scoremods import scores
+from tilewise.backends.device.scoremods import in_pattern, scores
 from tilewise.backends.device.seqinfo import key_interval
 from tilewise.backends.device.structs import Rows
 
@@ -49,18 +49,22 @@ def exponents(
     if scoring.scale is not None:
         x = x + shared.q.number(at, FIRST, s.type)[None, :]
     if MASKED:
-        x = hide_rows(x, row, n, q_len, k_len, shift, interval)
+        x = hide_rows(x, b, h, row, n, q_len, k_len, shift, interval, scoring)
     return x, slope
 
 
 @gluon.jit
-def hide_rows(x, row, n, q_len, k_len, shift, interval):
+def hide_rows(x, b, h, row, n, q_len, k_len, shift, interval, scoring):
     """-inf where a row does not see a key; rows beyond the sequence have p = 0 in any case."""
-    first, end = key_interval(interval, n, n < k_len, shift, q_len)
-    first, end = gl.where(n < k_len, first, NO_ROW) - row, gl.where(n < k_len, end, 0) - row
-    if interval.left is None and interval.chunk is None:
+    ONE_SIDED: gl.constexpr = interval.chunk is None and interval.first is None and scoring.pattern is None
+    seen = n < k_len
+    first, end = key_interval(interval, b, n, seen, shift, q_len)
+    if scoring.pattern is not None:  # no tile has rows of two blocks
+        seen = in_pattern(scoring, Rows(b, h, row, row, row, row, row, row, row), n, seen & (row < q_len))
+    first, end = gl.where(seen, first, NO_ROW) - row, gl.where(seen, end, 0) - row
+    if ONE_SIDED and interval.left is None:
         return keep_columns(x, first, None)
-    elif interval.right is None and interval.prefix is None and interval.chunk is None:
+    elif ONE_SIDED and interval.right is None and interval.prefix is None:
         return keep_columns(x, None, end)
     else:
         return keep_columns(x, first, end)

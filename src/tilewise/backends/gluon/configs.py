@@ -148,11 +148,28 @@ def forward_config(D: int, Dv: int, max_k: int, even: bool, plain: bool) -> Forw
 
 
 @lru_cache(maxsize=1024)
-def backward_config(D: int, Dv: int, plain: bool) -> BackwardConfig:
-    """For tiles of the larger of the two head dims; `plain`: nothing modifies the scores, which takes registers."""
+def listed_config(D: int, Dv: int, block_n: int) -> ForwardConfig:
+    """The same for lists of tiles; `block_n`: keys of a block, a multiple of 64. All consumers visit all tiles of a list."""
+    dim = max(padded(D), padded(Dv))
+    if dim == 256:
+        return forward_config(D, Dv, block_n, False, False)
+    n = 128 if block_n % 128 == 0 else 64
+    stages = 256 // n if dim == 128 else 512 // n
+    return ForwardConfig(groups=2, block_n=n, stages=stages, registers=240, early=dim == 128, query_stages=4)
+
+
+@lru_cache(maxsize=1024)
+def backward_config(D: int, Dv: int, plain: bool, block_m: int = 0) -> BackwardConfig:
+    """For tiles of the larger of the two head dims.
+
+    Args:
+        D, Dv: head dims.
+        plain: nothing modifies the scores, which takes registers.
+        block_m: rows of a block of block-sparse attention: none of them begins within a tile.
+    """
     dim = max(padded(D), padded(Dv))
     if dim == 64:
-        return BackwardConfig(block_m=128 if plain else 64, block_n=128)
+        return BackwardConfig(block_m=64 if block_m % 128 or not plain else 128, block_n=128)
     if dim == 128 and plain:
         return BackwardConfig(block_m=64, block_n=128)
     return BackwardConfig(block_m=64, block_n=64)

@@ -11,12 +11,29 @@ from triton.language.core import _aggregate as aggregate
 
 from tilewise.backends.device.descriptors import tma_start
 from tilewise.backends.device.rows import down
-from tilewise.backends.device.scoremods import scores
+from tilewise.backends.device.scoremods import in_pattern, scores
 from tilewise.backends.device.seqinfo import row_interval
 from tilewise.backends.device.softmax import LN2, finish_softmax
 from tilewise.backends.device.structs import Rows
+from tilewise.tiles import TileRange
 
-from .forward_producer import FIRST, K_LEN, LAST, LSE, Q_LEN, Q_START, ROW, ROWS, SHIFT, B, H, tile_range
+from .forward_producer import (
+    FIRST,
+    K_LEN,
+    LAST,
+    LSE,
+    Q_LEN,
+    Q_START,
+    ROW,
+    ROWS,
+    SHIFT,
+    SPAN,
+    WORDS,
+    B,
+    H,
+    key_tile,
+    tile_range,
+)
 from .pipeline import Queue, Ring, all_written, await_turn, give_turn
 from .registers import columns_from, exp2_early, halves, joined, keep_columns, packed, rescale, thread_sums, unpacked
 
@@ -52,28 +69,15 @@ def product_layout(columns):
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
-@gluon.jit
-def has_low(interval):
-    """Whether rows may have a first key other than 0: known at compile time."""
-    return interval.left is not None or interval.chunk is not None
-
-
-@gluon.jit
-def has_bounds(interval):
-    """Whether other tiles than the last one may need masking."""
-    return has_low(interval) or interval.right is not None or interval.prefix is not None
-
-
 @gluon.constexpr_function
-def begins_early(no_left, no_right, no_prefix, no_chunk, config):
+def begins_early(no_low, no_high, no_list, config):
     """Whether the first product of an item is issued before the output of the one before it is written.
 
     Not where output leaves through the place of those queries; nor where consumers let tiles of others pass in between:
-    the output would have to wait for these.
+    the output would have to wait for these. Of a list all consumers visit all.
     """
-    if config.shares_out or not (no_left and no_chunk):
-        return False
-    return config.block_m <= config.block_n or (no_right and no_prefix)
+    lets_pass = no_list and not (no_low and (config.block_m <= config.block_n or no_high))
+    return not (config.shares_out or lets_pass)
 
 
 @gluon.jit
@@ -82,31 +86,48 @@ def own_rows(GROUP: gl.constexpr, queue, item, interval, LINE: gl.constexpr):
     index = queue.word(item, ROW) + GROUP * ROWS + gl.arange(0, ROWS, LINE)
     valid = index < queue.word(item, Q_LEN)
     b, m = queue.word(item, B), index + queue.word(item, SHIFT)
-    lo, hi = row_interval(interval, b, m, 0, valid, queue.word(item, K_LEN))
+    token = 0
+    if interval.low is not None:
+        token = queue.word(item, Q_START) + index
+    lo, hi = row_interval(interval, b, m, token, valid, queue.word(item, K_LEN))
     return Rows(b, queue.word(item, H), index, m, valid, lo, hi, index, index)
 
 
 @gluon.jit
-def hide(GROUP: gl.constexpr, s, j, queue, item, interval):
-    """The scores with -inf where a row of this consumer does not see a key of tile j."""
-    start = j * s.type.shape[1]
-    rows = own_rows(GROUP, queue, item, interval, gl.SliceLayout(1, s.type.layout))
-    if has_low(interval):
-        return keep_columns(s, rows.lo - start, rows.hi - start)
+def first_key(GROUPS: gl.constexpr, j, queue, item, visit, BLOCK_N: gl.constexpr):
+    """The first key of tile j, which for a list is an entry in it."""
+    if visit is None:
+        return j * BLOCK_N
     else:
-        return keep_columns(s, None, rows.hi - start)
+        return key_tile(visit, queue.word(item, WORDS + SPAN * GROUPS), j, BLOCK_N)
 
 
 @gluon.jit
-def tile_scores(GROUP: gl.constexpr, product, j, masked, queue, item, interval, scoring):
+def hide(GROUP: gl.constexpr, s, start, queue, item, interval, scoring):
+    """The scores with -inf where a row of this consumer does not see a key, of the tile that begins at key `start`."""
+    rows = own_rows(GROUP, queue, item, interval, gl.SliceLayout(1, s.type.layout))
+    hi = rows.hi
+    if scoring.pattern is not None:  # no tile has keys of two blocks
+        seen = in_pattern(scoring, rows, start, rows.valid & (start < queue.word(item, K_LEN)))
+        hi = gl.where(seen, hi, rows.lo)
+    if interval.left is None and interval.chunk is None and interval.low is None:
+        return keep_columns(s, None, hi - start)
+    else:
+        return keep_columns(s, rows.lo - start, hi - start)
+
+
+@gluon.jit
+def tile_scores(GROUP: gl.constexpr, product, j, masked, queue, item, interval, visit, scoring, CFG: gl.constexpr):
     """The scores of this consumer's rows and key tile j."""
     rows = own_rows(GROUP, queue, item, interval, gl.SliceLayout(1, product.type.layout))
-    s, _ = scores(product, scoring, down(rows), columns_from(j * product.type.shape[1], product), 0)
+    start = first_key(CFG.groups, j, queue, item, visit, CFG.block_n)
+    s, _ = scores(product, scoring, down(rows), columns_from(start, product), 0)
     if scoring.cap is not None:  # beside a tanh selecting costs nothing, and a branch costs registers
-        s = hide(GROUP, s, j, queue, item, interval)
+        s = hide(GROUP, s, start, queue, item, interval, scoring)
     else:
         if masked:
-            s = hide(GROUP, s, j, queue, item, interval)
+            start = first_key(CFG.groups, j, queue, item, visit, CFG.block_n)
+            s = hide(GROUP, s, start, queue, item, interval, scoring)
     return s
 
 
@@ -142,13 +163,15 @@ def first_weights(s, scoring, DTYPE: gl.constexpr):
 
 @gluon.jit
 def sweep(
-    GROUP: gl.constexpr, shared, at, item, j, first, full_first, full_last, q, acc, p, base, total, top, interval, scoring,
-    CFG: gl.constexpr,
+    GROUP: gl.constexpr, shared, at, item, j, first, full_first, full_last, q, acc, p, base, total, top, interval, visit,
+    scoring, CFG: gl.constexpr,
 ):  # fmt: skip
     """Key tiles j down to `first`: s = q k^T, and acc += p v of the tile before; p = 2^(s - base), acc and total rescaled."""
     BLOCK_N: gl.constexpr = CFG.block_n
     DTYPE: gl.constexpr = shared.keys.tiles.dtype
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    PLAIN: gl.constexpr = visit is None and interval.left is None and interval.chunk is None and interval.low is None
+    FULL: gl.constexpr = PLAIN and interval.right is None and interval.prefix is None  # but for the last tile
     keys, values = shared.keys, shared.values
     zero = gl.zeros([ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
     while j >= first:
@@ -161,11 +184,8 @@ def sweep(
         give_turn((GROUP + 1) % CFG.groups)
         s = warpgroup_mma_wait(1, [s])
         keys.free(at + 1)
-        if has_bounds(interval):
-            masked = (j >= full_last) | (j < full_first)
-            s = tile_scores(GROUP, s, j, masked, shared.queue, item, interval, scoring)
-        else:
-            s = tile_scores(GROUP, s, j, False, shared.queue, item, interval, scoring)
+        masked = False if FULL else (j >= full_last) | (j < full_first)
+        s = tile_scores(GROUP, s, j, masked, shared.queue, item, interval, visit, scoring, CFG)
         highest = gl.max(s, 1) * scoring.factor
         top = gl.maximum(top, highest)
         grown = gl.where(highest > base + SLACK, highest, base)
@@ -205,11 +225,23 @@ def skip(GROUP: gl.constexpr, shared, at, number, CFG: gl.constexpr):
 
 
 @gluon.jit
-def own_tiles(GROUP: gl.constexpr, queue, item, interval, BLOCK_N: gl.constexpr):
+def needed_tiles(GROUP: gl.constexpr, queue, item, interval, visit, BLOCK_N: gl.constexpr):
+    """The tiles that this consumer's rows see."""
+    if visit is not None or interval.low is not None:
+        FROM: gl.constexpr = WORDS + SPAN * GROUP
+        return TileRange(
+            queue.word(item, FROM), queue.word(item, FROM + 1), queue.word(item, FROM + 2), queue.word(item, FROM + 3)
+        )
+    else:
+        row = queue.word(item, ROW) + GROUP * ROWS
+        end = gl.minimum(row + ROWS, queue.word(item, Q_LEN))
+        return tile_range(interval, row, end, queue.word(item, SHIFT), queue.word(item, K_LEN), BLOCK_N)
+
+
+@gluon.jit
+def own_tiles(GROUP: gl.constexpr, queue, item, interval, visit, BLOCK_N: gl.constexpr):
     """(first, full_first, full_last, last) of this consumer, within those of all; one masked tile if it needs none."""
-    row = queue.word(item, ROW) + GROUP * ROWS
-    end = gl.minimum(row + ROWS, queue.word(item, Q_LEN))
-    span = tile_range(interval, row, end, queue.word(item, SHIFT), queue.word(item, K_LEN), BLOCK_N)
+    span = needed_tiles(GROUP, queue, item, interval, visit, BLOCK_N)
     some = span.first < span.last
     lowest, highest = queue.word(item, FIRST) + 1, queue.word(item, LAST)
     last = gl.where(some, span.last, gl.minimum(gl.maximum(span.last, lowest), highest))
@@ -275,43 +307,45 @@ def write(
 
 
 @gluon.jit
-def await_item(GROUP: gl.constexpr, queue, item, interval, CFG: gl.constexpr):
+def await_item(GROUP: gl.constexpr, queue, item, interval, visit, CFG: gl.constexpr):
     """(whether there is such an item, first, full_first, full_last, last of the key tiles that this consumer visits)."""
     queue.wait(item)
     more = queue.word(item, ROW) >= 0
-    first, full_first, full_last, last = own_tiles(GROUP, queue, item, interval, CFG.block_n)
+    first, full_first, full_last, last = own_tiles(GROUP, queue, item, interval, visit, CFG.block_n)
     return more, first, full_first, full_last, last
 
 
 @gluon.jit
 def consume(
-    GROUP: gl.constexpr, o_desc, lse, max_logit, interval, scoring, sinks, shared, CFG: gl.constexpr
+    GROUP: gl.constexpr, o_desc, lse, max_logit, interval, visit, scoring, sinks, shared, CFG: gl.constexpr
 ):  # fmt: skip
     """64 rows of every tile: o = softmax(scores(q k^T)) v."""
     BLOCK_DV: gl.constexpr = shared.out.shape[len(shared.out.shape) - 1]
     O_LAYOUT: gl.constexpr = product_layout(BLOCK_DV)
-    EARLY: gl.constexpr = begins_early(
-        interval.left is None, interval.right is None, interval.prefix is None, interval.chunk is None, CFG
-    )
+    NO_LOW: gl.constexpr = interval.left is None and interval.chunk is None and interval.low is None
+    NO_HIGH: gl.constexpr = interval.right is None and interval.prefix is None
+    EARLY: gl.constexpr = begins_early(NO_LOW, NO_HIGH, visit is None, CFG)
     queue, queries, keys, values = shared.queue, shared.queries, shared.keys, shared.values
     if GROUP == CFG.groups - 1:
         give_turn(0)
     item = 0
     at = 0
     faults = thread_sums(gl.zeros([ROWS, BLOCK_DV], gl.float32, O_LAYOUT))
-    more, first, full_first, full_last, last = await_item(GROUP, queue, item, interval, CFG)
+    more, first, full_first, full_last, last = await_item(GROUP, queue, item, interval, visit, CFG)
     at, s = begin(GROUP, shared, at, item, more, last, CFG)
     s = warpgroup_mma_wait(0, [s])
     while more:
         keys.free(at)
         j = last - 1
-        s = tile_scores(GROUP, s, j, (j >= full_last) | (j < full_first), queue, item, interval, scoring)
+        masked = (j >= full_last) | (j < full_first)
+        s = tile_scores(GROUP, s, j, masked, queue, item, interval, visit, scoring, CFG)
         p, base, total, top = first_weights(s, scoring, values.tiles.dtype)
         acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, O_LAYOUT)
         copy = item * CFG.groups + GROUP
         q = queries.tile(copy)
         at, acc, p, base, total, top = sweep(
-            GROUP, shared, at, item, j - 1, first, full_first, full_last, q, acc, p, base, total, top, interval, scoring, CFG
+            GROUP, shared, at, item, j - 1, first, full_first, full_last, q, acc, p, base, total, top, interval, visit,
+            scoring, CFG,
         )  # fmt: skip
         if not CFG.shares_out:
             queries.free(copy)
@@ -320,7 +354,7 @@ def consume(
         acc = warpgroup_mma(operand, values.tile(at), acc, is_async=True)
         if EARLY:
             # Between this product and the next one only what the next one needs; waits for what is there keep it so.
-            more, first, full_first, full_last, last = await_item(GROUP, queue, item + 1, interval, CFG)
+            more, first, full_first, full_last, last = await_item(GROUP, queue, item + 1, interval, visit, CFG)
             tma.store_wait(0)  # the output before this one has left its place in shared memory
             values.wait(at)
             acc, operand = warpgroup_mma_wait(0, [acc, operand])
@@ -334,7 +368,7 @@ def consume(
             values.free(at)
             at = skip(GROUP, shared, at + 1, first - queue.word(item, FIRST), CFG)
             faults += write(GROUP, o_desc, lse, max_logit, sinks, shared, item, acc, base, total, top, CFG)
-            more, first, full_first, full_last, last = await_item(GROUP, queue, item + 1, interval, CFG)
+            more, first, full_first, full_last, last = await_item(GROUP, queue, item + 1, interval, visit, CFG)
             at, s = begin(GROUP, shared, at, item + 1, more, last, CFG)
         item += 1
         s = warpgroup_mma_wait(0, [s])

@@ -9,15 +9,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from tilewise.backends.device.launch import Launcher, layout_key
-from tilewise.backends.device.lower import Lowered, per_row, strided
+from tilewise.backends.device.lower import Lowered, per_row, strided, visit
 from tilewise.backends.device.order import heads_together, multiprocessors
 from tilewise.backends.device.structs import Interval
 from tilewise.tiles import cdiv
 
-from .configs import ForwardConfig, forward_config, options, padded
+from .configs import ForwardConfig, forward_config, listed_config, options, padded
 from .descriptors import boxes
 from .forward_consumer import Shared, consume
-from .forward_producer import ROWS, WORDS, produce
+from .forward_producer import ROWS, produce, words
 from .pipeline import barriers_ready, make_queue, make_ring
 from .repair import repair_noted
 
@@ -26,8 +26,8 @@ _launcher = Launcher()
 
 @gluon.jit(do_not_specialize=["heads", "group", "tiles", "together", "all_heads", "D", "DV"])
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, q, k, v, o, lse, max_logit, counter, lengths, interval, scoring, sinks, heads,
-    group, tiles, together, all_heads, D, DV, CFG: gl.constexpr,
+    q_desc, k_desc, v_desc, o_desc, q, k, v, o, lse, max_logit, counter, lengths, interval, visit, scoring, sinks,
+    heads, group, tiles, together, all_heads, D, DV, CFG: gl.constexpr,
 ):  # fmt: skip
     """o = softmax(scores(q k^T)) v, lse = log sum exp(scores), max_logit = max(scores).
 
@@ -43,35 +43,36 @@ def forward_kernel(
         out = queries.tiles
     else:
         out = gl.allocate_shared_memory(o_desc.dtype, [GROUPS] + o_desc.block_type.shape, o_desc.layout)  # noqa: RUF005
+    ITEM: gl.constexpr = words(GROUPS, visit is not None or interval.low is not None, visit is not None)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     noted = gl.allocate_shared_memory(gl.int32, [GROUPS + 1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for g in gl.static_range(GROUPS):
         noted.index(g).store(gl.full([1], 0, gl.int32, ONE))
-    shared = Shared(make_queue(WORDS, GROUPS), queries, keys, values, out, noted)
+    shared = Shared(make_queue(ITEM, GROUPS), queries, keys, values, out, noted)
     barriers_ready()
     if GROUPS == 2:
         gl.warp_specialize([
-            (consume, (0, o_desc, lse.data, max_logit, interval, scoring, sinks, shared, CFG)),
-            (consume, (1, o_desc, lse.data, max_logit, interval, scoring, sinks, shared, CFG)),
-            (produce, (q_desc, k_desc, v_desc, lse, counter, lengths, interval, shared, heads, group, tiles, together,
-                       all_heads, CFG)),
+            (consume, (0, o_desc, lse.data, max_logit, interval, visit, scoring, sinks, shared, CFG)),
+            (consume, (1, o_desc, lse.data, max_logit, interval, visit, scoring, sinks, shared, CFG)),
+            (produce, (q_desc, k_desc, v_desc, lse, counter, lengths, interval, visit, shared, heads, group, tiles,
+                       together, all_heads, CFG)),
         ], [4, 1], [CFG.registers, CFG.producer_registers])  # fmt: skip
     elif GROUPS == 3:
         gl.warp_specialize([
-            (consume, (0, o_desc, lse.data, max_logit, interval, scoring, sinks, shared, CFG)),
-            (consume, (1, o_desc, lse.data, max_logit, interval, scoring, sinks, shared, CFG)),
-            (consume, (2, o_desc, lse.data, max_logit, interval, scoring, sinks, shared, CFG)),
-            (produce, (q_desc, k_desc, v_desc, lse, counter, lengths, interval, shared, heads, group, tiles, together,
-                       all_heads, CFG)),
+            (consume, (0, o_desc, lse.data, max_logit, interval, visit, scoring, sinks, shared, CFG)),
+            (consume, (1, o_desc, lse.data, max_logit, interval, visit, scoring, sinks, shared, CFG)),
+            (consume, (2, o_desc, lse.data, max_logit, interval, visit, scoring, sinks, shared, CFG)),
+            (produce, (q_desc, k_desc, v_desc, lse, counter, lengths, interval, visit, shared, heads, group, tiles,
+                       together, all_heads, CFG)),
         ], [4, 4, 1], [CFG.registers, CFG.registers, CFG.producer_registers])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, o_desc, lse.data, max_logit, interval, scoring, sinks, shared, CFG)),
-            (consume, (1, o_desc, lse.data, max_logit, interval, scoring, sinks, shared, CFG)),
-            (consume, (2, o_desc, lse.data, max_logit, interval, scoring, sinks, shared, CFG)),
-            (consume, (3, o_desc, lse.data, max_logit, interval, scoring, sinks, shared, CFG)),
-            (produce, (q_desc, k_desc, v_desc, lse, counter, lengths, interval, shared, heads, group, tiles, together,
-                       all_heads, CFG)),
+            (consume, (0, o_desc, lse.data, max_logit, interval, visit, scoring, sinks, shared, CFG)),
+            (consume, (1, o_desc, lse.data, max_logit, interval, visit, scoring, sinks, shared, CFG)),
+            (consume, (2, o_desc, lse.data, max_logit, interval, visit, scoring, sinks, shared, CFG)),
+            (consume, (3, o_desc, lse.data, max_logit, interval, visit, scoring, sinks, shared, CFG)),
+            (produce, (q_desc, k_desc, v_desc, lse, counter, lengths, interval, visit, shared, heads, group, tiles,
+                       together, all_heads, CFG)),
         ], [4, 4, 4, 1], [CFG.registers, CFG.registers, CFG.registers, CFG.producer_registers])  # fmt: skip
     last_place = gl.program_id(0)
     if counter is not None:
@@ -85,6 +86,8 @@ def forward_kernel(
 
 
 def _config(D: int, DV: int, call: Lowered) -> ForwardConfig:
+    if call.lists_tiles:
+        return listed_config(D, DV, call.scoring.block_n or 0)
     bounds = call.interval
     even = not call.varlen and bounds == Interval()
     plain = not call.varlen and call.scoring.scale is None and bounds == Interval(right=bounds.right)
@@ -124,7 +127,7 @@ def forward(
     )
     args = (
         *descriptors, strided(q), strided(k), strided(v), strided(o), per_row(lse), max_logit if asked else None, counter,
-        call.lengths, call.interval, call.scoring, call.sinks, call.H, G, tiles,
+        call.lengths, call.interval, visit(call, config.block_m, config.block_n), call.scoring, call.sinks, call.H, G, tiles,
         heads_together(call, call.lengths.max_k, k, v, G), call.B * call.H, D, DV, config,
     )  # fmt: skip
     key = (call.kind, layout_key(q, k, v), config)

@@ -7,8 +7,7 @@ has met some looks for them here: slowly, one row at a time, but NaNs behind the
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.backends.device.portable import keep_interval
-from tilewise.backends.device.scoremods import scores
+from tilewise.backends.device.scoremods import hide, scores
 from tilewise.backends.device.seqinfo import row_interval, rows_at, sequence
 from tilewise.backends.device.softmax import LOG2E
 from tilewise.backends.device.structs import Rows
@@ -42,7 +41,7 @@ def repair_row(
     V_LAYOUT: gl.constexpr = _by_rows(BLOCK_DV)
     KEYS: gl.constexpr = ELEMENTS // max(BLOCK_D, BLOCK_DV)
     q_start, q_len, k_start, k_len, shift = sequence(lengths, b)
-    lo, hi = row_interval(interval, b, index + shift, 0, index < q_len, k_len)
+    lo, hi = row_interval(interval, b, index + shift, q_start + index, index < q_len, k_len)
     rows = Rows(b, h, index, index + shift, index < q_len, lo, hi, index, index)
     row_lse = gl.load(rows_at(lse, b, h, q_start) + index) * LOG2E
     column = gl.arange(0, BLOCK_D, gl.SliceLayout(0, K_LAYOUT))
@@ -53,10 +52,10 @@ def repair_row(
         key = first + gl.arange(0, KEYS, gl.SliceLayout(1, K_LAYOUT))
         product = gl.sum(_load(k, b, hkv, k_start, key, hi, column, D) * q_row[None, :], 1)
         s, _ = scores(product, scoring, rows, key, k_len)
-        p = gl.convert_layout(gl.exp2(s * scoring.factor - row_lse), gl.SliceLayout(1, V_LAYOUT))
+        s = gl.convert_layout(hide(s, scoring, rows, key, k_len), gl.SliceLayout(1, V_LAYOUT))
         key = first + gl.arange(0, KEYS, gl.SliceLayout(1, V_LAYOUT))
-        weighted = p[:, None] * _load(v, b, hkv, k_start, key, hi, v_column, DV)
-        acc += gl.sum(gl.where(keep_interval(key, lo, hi)[:, None], weighted, 0.0), 0)
+        weighted = gl.exp2(s * scoring.factor - row_lse)[:, None] * _load(v, b, hkv, k_start, key, hi, v_column, DV)
+        acc += gl.sum(gl.where((s == -float("inf"))[:, None], 0.0, weighted), 0)
     acc = gl.where(row_lse == -float("inf"), 0.0, acc)
     gl.store(rows_at(o, b, h, q_start + index) + v_column, acc.to(o.data.dtype.element_ty), mask=v_column < DV)
 
