@@ -128,7 +128,9 @@ def forward_config(D: int, Dv: int, max_k: int, even: bool, plain: bool) -> Forw
     """
     dim = max(padded(D), padded(Dv))
     if dim == 64:
-        if plain and max_k <= SHORT:  # 512: 269 / 412, 1024: 335 / 463; three consumers 222 / 366 and 309 / 434
+        # 512: 269 / 412, 1024: 335 / 463; three consumers 222 / 366 and 309 / 434. 16384 in documents of 1,500: 298; three
+        # consumers 257, two 280.
+        if plain and max_k <= SHORT:
             return ForwardConfig(
                 groups=4, block_n=64, stages=4, registers=112, early=False, query_stages=8, draws=False
             )  # fmt: skip

@@ -3,6 +3,8 @@
 One program for each multiprocessor stays and takes one tile of query rows after the other.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -12,9 +14,10 @@ from tilewise.backends.device.launch import Launcher, layout_key
 from tilewise.backends.device.lower import Lowered, per_row, strided, visit
 from tilewise.backends.device.order import heads_together, multiprocessors
 from tilewise.backends.device.structs import Interval
+from tilewise.masks import Document
 from tilewise.tiles import cdiv
 
-from .configs import ForwardConfig, forward_config, listed_config, options, padded
+from .configs import SHORT, ForwardConfig, forward_config, listed_config, options, padded
 from .descriptors import boxes
 from .forward_consumer import Shared, consume
 from .forward_producer import ROWS, produce, words
@@ -89,6 +92,8 @@ def _config(D: int, DV: int, call: Lowered) -> ForwardConfig:
     if call.lists_tiles:
         return listed_config(D, DV, call.scoring.block_n or 0)
     bounds = call.interval
+    if any(isinstance(mask, Document) for mask in call.bound.interval_masks):  # most are much shorter than the sequence
+        return replace(forward_config(D, DV, SHORT, False, call.scoring.scale is None), draws=True)
     even = not call.varlen and bounds == Interval()
     plain = not call.varlen and call.scoring.scale is None and bounds == Interval(right=bounds.right)
     return forward_config(D, DV, call.lengths.max_k, even, plain)
