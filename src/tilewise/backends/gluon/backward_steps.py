@@ -56,7 +56,7 @@ def exponents(
 @gluon.jit
 def hide_rows(x, b, h, row, n, q_len, k_len, shift, interval, scoring):
     """-inf where a row does not see a key; rows beyond the sequence have p = 0 in any case."""
-    ONE_SIDED: gl.constexpr = interval.chunk is None and interval.first is None and scoring.pattern is None
+    ONE_SIDED: gl.constexpr = interval.chunk is None and interval.first is None
     seen = n < k_len
     first, end = key_interval(interval, b, n, seen, shift, q_len)
     if scoring.pattern is not None:  # no tile has rows of two blocks
