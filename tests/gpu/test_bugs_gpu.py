@@ -88,6 +88,12 @@ def test_B19_ties_at_the_maximum_are_not_biased(backend):
 # ---- windows, groups ----
 
 
+@pytest.mark.parametrize("window", [(3, 2**31 - 1), (2**31 - 1, 3), (10**6, 3)])
+def test_B25_a_window_wider_than_the_keys_is_infinite_on_that_side(window, backend):
+    for Sq, Sk in ((64, 16), (16, 64)):
+        _check(Case(Sq=Sq, Sk=Sk, D=64), backend, window_size=window)
+
+
 @needs_cuda
 def test_B30_window_of_half_the_sequence(backend):
     _check(Case(B=1, Sq=2048, H=2, D=64), backend, torch.float16, window_size=(1024, 0))

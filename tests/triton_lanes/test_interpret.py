@@ -39,6 +39,17 @@ def test_16_bit():
     assert_matches_reference(make_inputs(case, torch.float16), backend="triton")
 
 
+HUGE = 2**31 - 1
+
+
+@pytest.mark.parametrize(("Sq", "Sk"), [(40, 16), (16, 40)])
+@pytest.mark.parametrize("recipe", [
+    ("window", 3, HUGE), ("window", HUGE, 3), ("window", HUGE - 50, HUGE - 50), ("prefix", HUGE), ("chunk", HUGE),
+])  # fmt: skip
+def test_limits_near_the_largest_of_32_bits(recipe, Sq, Sk):
+    assert_matches_reference(Case(B=1, Sq=Sq, Sk=Sk, H=1, mask=(recipe,)), torch.float32, backend="triton")
+
+
 def test_upstream_gradients_of_any_strides():
     """`lse.sum().backward()` and `o.sum().backward()` bring gradients that are one number, expanded."""
     q, k, v = (torch.randn(2, 20, 2, 16) for _ in range(3))
