@@ -35,6 +35,15 @@ def test_vmap(in_dims):
         torch.testing.assert_close(found[n], attention(*one, causal=True))
 
 
+@pytest.mark.parametrize("in_dim", [0, 1])
+def test_vmap_over_nothing(in_dim):
+    nothing = torch.zeros(2, 5, 4, 8).unsqueeze(in_dim).narrow(in_dim, 0, 0)
+    slices = torch.func.vmap(lambda t: attention(t, t, t, return_lse=True), in_dims=in_dim)
+    (o, lse), vjp = torch.func.vjp(slices, nothing)
+    assert (o.shape, lse.shape) == ((0, 2, 5, 4, 8), (0, 2, 4, 5))
+    assert vjp((o, lse))[0].shape == nothing.shape
+
+
 def test_vmap_over_bias():
     i = make_inputs(PLAIN)
     biases = torch.randn(3, 9, 12)

@@ -257,13 +257,18 @@ def _functorch_bwd(do, dlse, q, k, v, o, lse, aux, spec, scale, backend, max_q, 
 
 def _loop_vmap(function: Any, info: Any, in_dims: tuple, args: tuple) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """One call per slice: right for every mask and modifier, whatever dims they broadcast over."""
+    if info.batch_size == 0:  # outputs look like those of a slice
+        args = [
+            a.new_zeros((*a.shape[:d], 1, *a.shape[d + 1 :])) if isinstance(a, Tensor) and d is not None else a
+            for a, d in zip(args, in_dims, strict=True)
+        ]
     slices = []
-    for i in range(info.batch_size):
+    for i in range(max(info.batch_size, 1)):
         picked = [
             a.select(d, i) if isinstance(a, Tensor) and d is not None else a for a, d in zip(args, in_dims, strict=True)
         ]
         slices.append(function.apply(*picked))
-    outputs = tuple(torch.stack(parts) for parts in zip(*slices, strict=True))
+    outputs = tuple(torch.stack(parts)[: info.batch_size] for parts in zip(*slices, strict=True))
     return outputs, (0,) * len(outputs)
 
 
