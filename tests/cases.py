@@ -30,6 +30,7 @@ SIZES = [
     Case("batch_of_none", B=0, Sq=8, Sk=8),
     Case("batch_of_none_documents", B=0, Sq=8, Sk=8, mask=(("document", "BS"),)),
     Case("no_queries", Sq=0, Sk=8, mask=(CAUSAL,)),
+    Case("no_queries_bias", Sq=0, Sk=1, bias="HQK"),
     Case("no_keys", Sq=8, Sk=0),
     Case("no_keys_sink", Sq=8, Sk=0, sinks=True, mask=(CAUSAL,)),
     Case("gqa3_short", Sq=5, H=9, Hkv=3, D=64, mask=(CAUSAL,)),

@@ -67,6 +67,8 @@ def score_gradients(product, dp, scoring, rows, key, k_len, lse2, delta, partial
     ds = p * (dp - delta)
     if CLEAN:
         ds = tl.where(s == -float("inf"), 0.0, ds)
+        if scoring.cap is not None:
+            slope = tl.where(s == -float("inf"), 0.0, slope)
     return weight, ds, slope
 
 
