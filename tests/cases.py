@@ -103,6 +103,7 @@ MODIFIERS = [
     Case("bias_scalar", Sq=43, Sk=77, bias="", sinks=True),
     Case("bias_ones", Sq=20, Sk=30, bias="1111", sinks=True),
     Case("sinks", Sq=70, Sk=50, H=4, Hkv=2, sinks=True, mask=(CAUSAL,)),
+    Case("sinks_rows_without_keys", Sq=70, Sk=50, H=4, Hkv=2, sinks=True, poison=True, mask=(CAUSAL, ("dense", "Q1", 0.7))),
     Case("dropout", Sq=70, Sk=90, H=4, Hkv=2, dropout=0.3, mask=(CAUSAL,)),
     Case("dropout_most", B=1, Sq=70, Sk=90, dropout=0.95),
     Case("mix_local", Sq=80, Sk=95, H=6, Hkv=2, D=24, mask=(("window", 30, 0),), softcap=5.0, sinks=True, alibi="H"),

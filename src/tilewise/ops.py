@@ -64,7 +64,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _is_plain(q: Tensor, k: Tensor, v: Tensor, aux: list[Tensor]) -> bool:
-    """Whether nothing but a backend has to see the call: real tensors, no dispatch or function mode."""
+    """Whether nothing but a backend has to see the call: real tensors, no dispatch mode."""
     return (
         type(q) in _PLAIN
         and type(k) in _PLAIN
