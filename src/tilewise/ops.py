@@ -258,10 +258,10 @@ def _functorch_bwd(do, dlse, q, k, v, o, lse, aux, spec, scale, backend, max_q, 
 def _loop_vmap(function: Any, info: Any, in_dims: tuple, args: tuple) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """One call per slice: right for every mask and modifier, whatever dims they broadcast over."""
     if info.batch_size == 0:  # outputs look like those of a slice
-        args = [
+        args = tuple(
             a.new_zeros((*a.shape[:d], 1, *a.shape[d + 1 :])) if isinstance(a, Tensor) and d is not None else a
             for a, d in zip(args, in_dims, strict=True)
-        ]
+        )
     slices = []
     for i in range(max(info.batch_size, 1)):
         picked = [

@@ -57,10 +57,10 @@ def log2e_product(x):
 @njit
 def is_finite_row(lanes, row, code, dim):
     """Whether no element of a row in memory is Inf or NaN."""
+    zero = 0.0
     for c in range(dim):
-        if load_scalar(lanes, row + c * format_bytes(code), code) * 0.0 != 0.0:
-            return False
-    return True
+        zero += load_scalar(lanes, row + c * format_bytes(code), code) * 0.0
+    return zero == 0.0
 
 
 @njit
@@ -73,7 +73,8 @@ def set_gradient_lane(lanes, a, s, b, chunk, t, row, head, present):
     sees = present and lse != -math.inf
     if sees and a.sinks != 0 and lse == get_real(lanes, a.sinks, head):
         # Such is lse of a row that saw no key, and of one whose keys weigh nothing: what is not finite is of the former.
-        sees = is_finite_row(lanes, get_i64(s.lane_q, t), a.code, a.dim) and is_finite_row(lanes, do, a.code, a.value_dim)
+        q = get_i64(s.lane_q, t)
+        sees = is_finite_row(lanes, q, a.code, a.dim) and is_finite_row(lanes, do, a.code, a.value_dim)
     error = LSE_ERROR_32 if element_bytes(lanes) == 4 else LSE_ERROR_64
     scaled, rest = log2e_product(lse) if sees else (math.inf, 0.0)
     put_real(lanes, s.lane_lse, t, scaled)
