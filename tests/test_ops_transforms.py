@@ -5,7 +5,7 @@ import torch
 from calls import MIX, PLAIN, assert_equal, leaves_of
 from torch.utils.checkpoint import checkpoint
 
-from tilewise import attention, ops
+from tilewise import attention, attention_varlen, ops
 from tilewise.testing import make_inputs, run
 
 
@@ -49,6 +49,15 @@ def test_vmap_over_bias():
     biases = torch.randn(3, 9, 12)
     found = torch.func.vmap(lambda b: attention(i.q, i.k, i.v, bias=b))(biases)
     assert_equal(found, [attention(i.q, i.k, i.v, bias=b) for b in biases])
+
+
+def test_vmap_over_lengths():
+    many = torch.randn(2, 10, 2, 8)
+    cu = torch.tensor([[0, 4, 10], [0, 7, 9]], dtype=torch.int32)
+    found = torch.func.vmap(lambda t, c: attention_varlen(t, t, t, c, None, 7, 7, causal=True))(many, cu)
+    assert_equal(found, [attention_varlen(t, t, t, c, causal=True) for t, c in zip(many, cu, strict=True)])
+    with pytest.raises(ValueError, match="max_seqlen is required"):
+        torch.func.vmap(lambda t, c: attention_varlen(t, t, t, c))(many, cu)
 
 
 def test_gradients_per_sample():
