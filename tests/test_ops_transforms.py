@@ -189,3 +189,10 @@ def test_calls_from_many_threads_are_equal():
 def test_refusals_name_the_way_out():
     for text in (ops.DOUBLE_BACKWARD, ops.JVP):
         assert "tilewise.reference.attention" in text
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_jit_trace_is_refused(grad):
+    leaves = [t.requires_grad_(grad) for t in (t.detach() for t in leaves_of(PLAIN))]
+    with pytest.raises(NotImplementedError, match=r"torch\.export"):
+        torch.jit.trace(lambda q, k, v: attention(q, k, v, causal=True), leaves)

@@ -41,6 +41,10 @@ BATCHED_GRADIENTS = (
     "tilewise: batched gradients (is_grads_batched=True, vectorize=True) are not implemented; use torch.func.vmap over "
     "torch.func.vjp, or one torch.autograd.grad per vector."
 )
+JIT_TRACE = (
+    "tilewise: torch.jit.trace (and what is built on it, torch.onnx.export with dynamo=False) cannot record these kernels; use "
+    "torch.export or torch.compile."
+)
 VMAP_DROPOUT = "tilewise: vmap over attention with dropout is not supported: every slice would draw the same mask."
 
 
@@ -50,6 +54,8 @@ def attention(
     """o, lse, max_logit (empty unless the spec asks for it) of a checked call, by whichever path the caller is in."""
     if torch.compiler.is_compiling():
         return _fwd(q, k, v, aux, spec, scale, backend, max_q, max_k)
+    if torch._C._get_tracing_state() is not None:  # sizes are tensors then, and what kernels do would be left out
+        raise NotImplementedError(JIT_TRACE)
     if torch._C._are_functorch_transforms_active():
         return _FunctorchAttention.apply(q, k, v, spec, scale, backend, max_q, max_k, *aux)  # pyright: ignore
     if _is_plain(q, k, v, aux):
