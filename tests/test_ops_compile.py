@@ -5,7 +5,8 @@ import inspect
 
 import pytest
 import torch
-from calls import MIX, PACKED, PLAIN, as_function, assert_equal, loss_of
+from calls import MIX, PACKED, PLAIN, as_function, assert_equal, leaves_of, loss_of
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tilewise import attention, dispatch
 from tilewise.call import dense_call, packed_call
@@ -131,6 +132,17 @@ def test_export_dynamic_length():
     exported = torch.export.export(Model(), (i.q, i.k, i.v), dynamic_shapes=dims).module()
     j = make_inputs(Case(Sq=31))
     torch.testing.assert_close(exported(j.q, j.k, j.v), Model()(j.q, j.k, j.v))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_traces_with_symbolic_sizes(grad):
+    def function(q, k, v):
+        o, lse = attention(q, k, v, causal=True, return_lse=True)
+        return torch.autograd.grad(o.sum() + lse.sum(), (q, k, v)) if grad else (o, lse)
+
+    traced = make_fx(function, tracing_mode="symbolic")(*leaves_of(Case(Sq=8)))
+    other = leaves_of(Case(Sq=31, Sk=40))
+    assert_equal(traced(*other), function(*other))
 
 
 # ---- registration ----

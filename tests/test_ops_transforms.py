@@ -5,7 +5,7 @@ import torch
 from calls import MIX, PLAIN, assert_equal, leaves_of
 from torch.utils.checkpoint import checkpoint
 
-from tilewise import attention, ops
+from tilewise import attention, attention_varlen, ops
 from tilewise.testing import make_inputs, run
 
 
@@ -35,11 +35,29 @@ def test_vmap(in_dims):
         torch.testing.assert_close(found[n], attention(*one, causal=True))
 
 
+@pytest.mark.parametrize("in_dim", [0, 1])
+def test_vmap_over_nothing(in_dim):
+    nothing = torch.zeros(2, 5, 4, 8).unsqueeze(in_dim).narrow(in_dim, 0, 0)
+    slices = torch.func.vmap(lambda t: attention(t, t, t, return_lse=True), in_dims=in_dim)
+    (o, lse), vjp = torch.func.vjp(slices, nothing)
+    assert (o.shape, lse.shape) == ((0, 2, 5, 4, 8), (0, 2, 4, 5))
+    assert vjp((o, lse))[0].shape == nothing.shape
+
+
 def test_vmap_over_bias():
     i = make_inputs(PLAIN)
     biases = torch.randn(3, 9, 12)
     found = torch.func.vmap(lambda b: attention(i.q, i.k, i.v, bias=b))(biases)
     assert_equal(found, [attention(i.q, i.k, i.v, bias=b) for b in biases])
+
+
+def test_vmap_over_lengths():
+    many = torch.randn(2, 10, 2, 8)
+    cu = torch.tensor([[0, 4, 10], [0, 7, 9]], dtype=torch.int32)
+    found = torch.func.vmap(lambda t, c: attention_varlen(t, t, t, c, None, 7, 7, causal=True))(many, cu)
+    assert_equal(found, [attention_varlen(t, t, t, c, causal=True) for t, c in zip(many, cu, strict=True)])
+    with pytest.raises(ValueError, match="max_seqlen is required"):
+        torch.func.vmap(lambda t, c: attention_varlen(t, t, t, c))(many, cu)
 
 
 def test_gradients_per_sample():
@@ -171,3 +189,10 @@ def test_calls_from_many_threads_are_equal():
 def test_refusals_name_the_way_out():
     for text in (ops.DOUBLE_BACKWARD, ops.JVP):
         assert "tilewise.reference.attention" in text
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_jit_trace_is_refused(grad):
+    leaves = [t.requires_grad_(grad) for t in (t.detach() for t in leaves_of(PLAIN))]
+    with pytest.raises(NotImplementedError, match=r"torch\.export"):
+        torch.jit.trace(lambda q, k, v: attention(q, k, v, causal=True), leaves)

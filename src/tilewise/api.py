@@ -60,7 +60,8 @@ def attention(
         layout: "bshd", or "bhsd" for q, k, v and o as (B, H, S, D).
         backend: a name from `tilewise caps`; default the first that can take the call. Never falls back.
         generator: where the dropout seed is drawn from, on either device; default torch's own of q's device (the CPU's
-            for all but CUDA). The same seed drops the same weights on every backend.
+            for all but CUDA). The same seed drops the same weights on every backend. One of your own is not set back by
+            torch.utils.checkpoint, whose recomputation would then drop other weights.
 
     Returns:
         o in q's dtype, (B, Sq, H, Dv); with return_lse or return_max_logit a tuple (o, lse, max_logit) of those asked for.

@@ -82,8 +82,13 @@ def packed_call(
 
 def select_backend(signatures: tuple, spec: AttentionSpec, max_q: int, max_k: int, backend: str | None) -> str:
     """Check one call and name the backend that takes it."""
-    checked = _checked_uncached if torch.compiler.is_compiling() else _checked
-    return checked(signatures, spec, max_q, max_k, backend)
+    if not torch.compiler.is_compiling():
+        try:
+            return _checked(signatures, spec, max_q, max_k, backend)
+        except TypeError as error:
+            if "unhashable" not in str(error):  # of symbolic sizes (make_fx, fake tensors)
+                raise
+    return _checked_uncached(signatures, spec, max_q, max_k, backend)
 
 
 def problem_of(signatures: tuple, spec: AttentionSpec, max_q: int, max_k: int) -> Problem:

@@ -135,7 +135,7 @@ class Chunk(IntervalMask):
     size: int
 
     def __post_init__(self):
-        object.__setattr__(self, "size", positive_int(self.size, "Chunk size"))
+        object.__setattr__(self, "size", _near(positive_int(self.size, "Chunk size")))
 
     @property
     def params(self):
@@ -160,7 +160,7 @@ class Prefix(IntervalMask):
             length = as_int(self.length, "Prefix length")
             if length < 0:
                 raise ValueError(f"Prefix length must be >= 0, got {length}")
-            object.__setattr__(self, "length", length)
+            object.__setattr__(self, "length", _near(length))
 
     @property
     def per_batch(self):  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -348,7 +348,12 @@ def window_side(value: Any, side: str) -> int | None:
     value = as_int(value, f"window {side}")
     if value < -1:
         raise ValueError(f"window {side} must be >= 0, or None (or -1) for no limit, got {value}")
-    return None if value == -1 or value >= 2**31 else value  # no sequence is longer
+    return None if value == -1 or value >= predicates.BEFORE_ALL_ROWS else value
+
+
+def _near(size: int) -> int:
+    """A size that kernels can add to a position in 32 bits: all sizes beyond every sequence mean the same."""
+    return min(size, predicates.BEFORE_ALL_ROWS)
 
 
 def check_align(align: str | None) -> None:

@@ -41,6 +41,10 @@ BATCHED_GRADIENTS = (
     "tilewise: batched gradients (is_grads_batched=True, vectorize=True) are not implemented; use torch.func.vmap over "
     "torch.func.vjp, or one torch.autograd.grad per vector."
 )
+JIT_TRACE = (
+    "tilewise: torch.jit.trace (and what is built on it, torch.onnx.export with dynamo=False) cannot record these kernels; use "
+    "torch.export or torch.compile."
+)
 VMAP_DROPOUT = "tilewise: vmap over attention with dropout is not supported: every slice would draw the same mask."
 
 
@@ -50,6 +54,8 @@ def attention(
     """o, lse, max_logit (empty unless the spec asks for it) of a checked call, by whichever path the caller is in."""
     if torch.compiler.is_compiling():
         return _fwd(q, k, v, aux, spec, scale, backend, max_q, max_k)
+    if torch._C._get_tracing_state() is not None:  # sizes are tensors then, and what kernels do would be left out
+        raise NotImplementedError(JIT_TRACE)
     if torch._C._are_functorch_transforms_active():
         return _FunctorchAttention.apply(q, k, v, spec, scale, backend, max_q, max_k, *aux)  # pyright: ignore
     if _is_plain(q, k, v, aux):
@@ -64,7 +70,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def _is_plain(q: Tensor, k: Tensor, v: Tensor, aux: list[Tensor]) -> bool:
-    """Whether nothing but a backend has to see the call: real tensors, no dispatch or function mode."""
+    """Whether nothing but a backend has to see the call: real tensors, no dispatch mode."""
     return (
         type(q) in _PLAIN
         and type(k) in _PLAIN
@@ -257,13 +263,18 @@ def _functorch_bwd(do, dlse, q, k, v, o, lse, aux, spec, scale, backend, max_q, 
 
 def _loop_vmap(function: Any, info: Any, in_dims: tuple, args: tuple) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     """One call per slice: right for every mask and modifier, whatever dims they broadcast over."""
+    if info.batch_size == 0:  # outputs look like those of a slice
+        args = tuple(
+            a.new_zeros((*a.shape[:d], 1, *a.shape[d + 1 :])) if isinstance(a, Tensor) and d is not None else a
+            for a, d in zip(args, in_dims, strict=True)
+        )
     slices = []
-    for i in range(info.batch_size):
+    for i in range(max(info.batch_size, 1)):
         picked = [
             a.select(d, i) if isinstance(a, Tensor) and d is not None else a for a, d in zip(args, in_dims, strict=True)
         ]
         slices.append(function.apply(*picked))
-    outputs = tuple(torch.stack(parts) for parts in zip(*slices, strict=True))
+    outputs = tuple(torch.stack(parts)[: info.batch_size] for parts in zip(*slices, strict=True))
     return outputs, (0,) * len(outputs)
 
 

@@ -218,8 +218,8 @@ def check_cu_seqlens(name: str, cu_seqlens: Any, total: int, max_seqlen: int | N
     if cu_seqlens.device.type != "cpu" or not _readable(cu_seqlens):
         if max_seqlen is None:
             raise ValueError(
-                f"max_seqlen is required with {name} on {cu_seqlens.device}, and under torch.compile: reading the longest "
-                "length from the tensor would stall the device or break the graph"
+                f"max_seqlen is required with {name} on {cu_seqlens.device}, and under torch.compile and vmap: reading the "
+                "longest length from the tensor would stall the device or break the graph"
             )
         return max_seqlen
     values = cu_seqlens.tolist()
@@ -248,8 +248,10 @@ def _check_used(name: str, used: Any, lengths: list[int]) -> None:
 
 
 def _readable(t: Tensor) -> bool:
-    """Whether reading values is possible: not under torch.compile, fake tensors or functorch."""
-    return type(t) in (Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+    """Whether reading values is possible: not under torch.compile, fake tensors or torch.func.vmap."""
+    if type(t) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
+        return False
+    return not torch._C._functorch.is_batchedtensor(t)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _head(values: list[int]) -> str:

@@ -261,7 +261,9 @@ def _unseen_keys(inputs: Inputs, exact: dict[str, Tensor]) -> Tensor:
 def _poisoned(inputs: Inputs) -> Inputs:
     """NaN wherever the float64 reference says that nothing depends on it."""
     run = dense(inputs.to(torch.float64))
-    blind_q = (run["lse"] == -torch.inf).T if inputs.varlen else (run["lse"] == -torch.inf).transpose(1, 2)
+    without_sinks = {name: option for name, option in inputs.options.items() if name != "sinks"}
+    lse = dense(dataclasses.replace(inputs, options=without_sinks).to(torch.float64))["lse"]
+    blind_q = (lse == -torch.inf).T if inputs.varlen else (lse == -torch.inf).transpose(1, 2)
     do, dlse = inputs.upstream()
     q, do = (t.masked_fill(blind_q[..., None], torch.nan) for t in (inputs.q, do))
     k, v = (t.masked_fill(_unseen_keys(inputs, run), torch.nan) for t in (inputs.k, inputs.v))

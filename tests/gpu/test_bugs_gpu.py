@@ -85,7 +85,30 @@ def test_B19_ties_at_the_maximum_are_not_biased(backend):
     assert abs(float((o / expected - 1).mean())) < torch.finfo(HALF).eps / 4
 
 
+@pytest.mark.parametrize("where", ["key", "bias"])
+@pytest.mark.parametrize("softcap", [None, 4.0])
+def test_a_nan_that_is_seen_is_not_lost(where, softcap, backend):
+    """The GPU's minimum and maximum drop NaN: clamping an argument must not turn one into a score."""
+    inputs = on_gpu(Case(Sq=20, Sk=30, D=64), backend)
+    options = {"softcap": softcap, "causal": True, "backend": backend, "return_lse": True}
+    if where == "key":
+        inputs.k[:, 15] = torch.nan
+    else:
+        options["bias"] = torch.zeros(20, 30, device=DEVICE)
+        options["bias"][:, 15] = torch.nan
+    able(Inputs(inputs.q, inputs.k, inputs.v, options), backend)
+    o, lse = attention(inputs.q, inputs.k, inputs.v, **options)
+    assert o[:, 5:].isnan().all() and lse[..., 5:].isnan().all()
+    assert o[:, :5].isfinite().all() and lse[..., :5].isfinite().all()
+
+
 # ---- windows, groups ----
+
+
+@pytest.mark.parametrize("window", [(3, 2**31 - 1), (2**31 - 1, 3), (10**6, 3)])
+def test_B25_a_window_wider_than_the_keys_is_infinite_on_that_side(window, backend):
+    for Sq, Sk in ((64, 16), (16, 64)):
+        _check(Case(Sq=Sq, Sk=Sk, D=64), backend, window_size=window)
 
 
 @needs_cuda

@@ -6,6 +6,7 @@ import pytest
 import torch
 from compiling import SHARED_BYTES, compile_hopper, product_loops, serialized, spilled_bytes
 
+from tilewise.backends.gluon.descriptors import as_boxes, boxes
 from tilewise.testing import Case, make_inputs
 
 CAUSAL = ("causal",)
@@ -52,3 +53,16 @@ def test_hopper_kernels_compile(case, monkeypatch, tmp_path):
         assert not [x for x in loop if "STL" in x]
         assert sum("LDL" in x for x in loop) <= 2
         assert sum("WARPGROUP.DEPBAR" in x for x in loop) <= 2  # the kernel's own two waits for products, no more
+
+
+def test_a_dim_of_one_element_may_have_any_stride():
+    """Such a tensor counts as contiguous, but the copy engine wants multiples of 16 bytes."""
+    x = torch.randn(4, 64, 64).bfloat16()
+    one_head = x.unsqueeze(-1).transpose(2, 3)
+    one_sequence = x[:, :, None].expand(4, 64, 1, 64)[:1].expand(9, 64, 1, 64)[:1]
+    for given in (one_head, one_sequence, one_head[0]):
+        assert given.is_contiguous()
+        ready = as_boxes(given)
+        assert torch.equal(ready, given)
+        assert all(stride > 0 and stride % 8 == 0 for stride in ready.stride()[:-1])
+        boxes(ready, 64, 64)

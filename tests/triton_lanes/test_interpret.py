@@ -19,7 +19,8 @@ NAMES = (
     "blocks_per_head", "dense_key_padding", "dense_row_mask", "softcap", "scale_negative", "scale_zero",
     "alibi_per_sequence", "bias_full", "bias_shared", "bias_per_key", "bias_per_row", "bias_scalar", "sinks", "dropout",
     "mix_everything", "varlen_empty_sequences", "varlen_seqused", "varlen_mix", "gqa3_short", "dv_larger",
-    "no_queries", "no_keys_sink", "batch_of_none", "varlen_no_sequences", "reversed", "needs_k_bias", "needs_slopes",
+    "no_queries", "no_queries_bias", "no_keys_sink", "batch_of_none", "varlen_no_sequences", "reversed", "needs_k_bias",
+    "needs_slopes", "softcap_unseen_keys", "sinks_rows_without_keys",
 )  # fmt: skip
 CHOSEN = [case for case in CASES if case.name in NAMES]
 
@@ -37,6 +38,17 @@ def test_16_bit():
     """float16 only: Triton 3.6's interpreter multiplies bfloat16 matrices wrongly."""
     case = Case("16_bit", B=1, Sq=70, Sk=90, H=2, Hkv=1, D=24, mask=(("causal",),), dropout=0.2, softcap=5.0)
     assert_matches_reference(make_inputs(case, torch.float16), backend="triton")
+
+
+HUGE = 2**31 - 1
+
+
+@pytest.mark.parametrize(("Sq", "Sk"), [(40, 16), (16, 40)])
+@pytest.mark.parametrize("recipe", [
+    ("window", 3, HUGE), ("window", HUGE, 3), ("window", HUGE - 50, HUGE - 50), ("prefix", HUGE), ("chunk", HUGE),
+])  # fmt: skip
+def test_limits_near_the_largest_of_32_bits(recipe, Sq, Sk):
+    assert_matches_reference(Case(B=1, Sq=Sq, Sk=Sk, H=1, mask=(recipe,)), torch.float32, backend="triton")
 
 
 def test_upstream_gradients_of_any_strides():

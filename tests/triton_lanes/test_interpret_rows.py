@@ -23,6 +23,7 @@ CASES = [
     Case("causal_wide", B=1, Sq=70, Sk=80, H=2, D=192, mask=(CAUSAL,)),
     Case("varlen", lengths_q=(60, 0, 35), lengths_k=(70, 5, 30), H=4, Hkv=2, D=64, softcap=3.0, mask=(CAUSAL,)),
     Case("poisoned", B=1, Sq=70, Sk=50, H=2, D=64, mask=(CAUSAL,), poison=True),
+    Case("poisoned_sinks", B=1, Sq=70, Sk=50, H=2, D=64, mask=(CAUSAL,), sinks=True, poison=True),
 ]
 
 

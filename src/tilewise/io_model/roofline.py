@@ -39,11 +39,6 @@ class Prediction:
         """FLOPs of products per byte of memory."""
         return self.flops / max(self.memory_bytes, 1)
 
-    @property
-    def tile_intensity(self) -> float:
-        """FLOPs of products per byte that tiles load and store."""
-        return self.flops / max(self.bytes, 1)
-
 
 def predict(found: PassReport, problem: Problem, gpu: Gpu) -> Prediction:
     """The least time of one pass on a GPU."""

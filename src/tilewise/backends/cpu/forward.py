@@ -150,6 +150,8 @@ def finish_row(lanes, a, s, t):
             top = highest
     put_real(lanes, s.lane_alpha, t, 0.0 if total == 0.0 else factor / total)
     lse = -math.inf if total == 0.0 else top * LN2 + math.log(total)
+    if a.sinks != 0 and get_real(lanes, s.lane_max, t) == -math.inf:
+        lse = get_real(lanes, a.sinks, head)  # exactly: see `set_gradient_lane`
     put_real(lanes, a.lse, get_i64(s.lane_index, t), lse)
 
 

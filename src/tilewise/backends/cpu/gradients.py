@@ -6,7 +6,7 @@ from numba import njit
 
 from .blocks import LOG2E, Q_START, SEQ_COLUMNS, panel_keys
 from .key_tiles import hold_tile
-from .memory import get_i64, get_real, load, put_i64, put_real, store
+from .memory import format_bytes, get_i64, get_real, load, load_scalar, put_i64, put_real, store
 from .panels import add_lane_sums, multiply_panel, scatter_add_panel
 from .products import (
     add_key_gradient,
@@ -55,6 +55,15 @@ def log2e_product(x):
 
 
 @njit
+def is_finite_row(lanes, row, code, dim):
+    """Whether no element of a row in memory is Inf or NaN."""
+    zero = 0.0
+    for c in range(dim):
+        zero += load_scalar(lanes, row + c * format_bytes(code), code) * 0.0
+    return zero == 0.0
+
+
+@njit
 def set_gradient_lane(lanes, a, s, b, chunk, t, row, head, present):
     """lse, dlse and addresses of lane t. A lane without a row, or whose row saw no key, has p = 0 and zero inputs."""
     index = get_i64(s.lane_index, t)
@@ -62,6 +71,10 @@ def set_gradient_lane(lanes, a, s, b, chunk, t, row, head, present):
     lse = get_real(lanes, a.lse, index)
     do = a.do + b * a.do_b + token * a.do_s + head * a.do_h
     sees = present and lse != -math.inf
+    if sees and a.sinks != 0 and lse == get_real(lanes, a.sinks, head):
+        # Such is lse of a row that saw no key, and of one whose keys weigh nothing: what is not finite is of the former.
+        q = get_i64(s.lane_q, t)
+        sees = is_finite_row(lanes, q, a.code, a.dim) and is_finite_row(lanes, do, a.code, a.value_dim)
     error = LSE_ERROR_32 if element_bytes(lanes) == 4 else LSE_ERROR_64
     scaled, rest = log2e_product(lse) if sees else (math.inf, 0.0)
     put_real(lanes, s.lane_lse, t, scaled)

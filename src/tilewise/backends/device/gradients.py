@@ -67,7 +67,27 @@ def score_gradients(product, dp, scoring, rows, key, k_len, lse2, delta, partial
     ds = p * (dp - delta)
     if CLEAN:
         ds = tl.where(s == -float("inf"), 0.0, ds)
+        if scoring.cap is not None:
+            slope = tl.where(s == -float("inf"), 0.0, slope)
     return weight, ds, slope
+
+
+@triton.jit
+def row_product(x, y):
+    """rowsum(x * y) of o and do, in which an o of 0 counts for nothing: do of a row that sees no key may be NaN."""
+    return tl.sum(tl.where(x == 0.0, 0.0, x * y), 1)
+
+
+@triton.jit
+def weighed_rows(x, weight):
+    """The rows of `x` that some key of the tile weighs, keys by rows, and 0: 0 times NaN is not 0."""
+    return tl.where((tl.max(tl.where(weight == 0.0, 0, 1), 0) > 0)[:, None], x, 0.0).to(x.dtype)
+
+
+@triton.jit
+def finite(x):
+    """`x` with 0 for Inf and NaN."""
+    return tl.where(x * 0.0 == 0.0, x, 0.0).to(x.dtype)
 
 
 def sink_gradient(sinks: Tensor | None, lse: Tensor, minus_delta: Tensor) -> Tensor:

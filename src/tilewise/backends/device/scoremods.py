@@ -50,7 +50,8 @@ def scores(product, scoring, rows, key, k_len):
             scoring.bias, scoring.bias_b, scoring.bias_h, scoring.bias_m, scoring.bias_n, rows.b, rows.h, rows.index, key
         )  # fmt: skip
         bias = tl.load(at, mask=rows.valid & (key < k_len), other=0.0).to(tl.float32)
-        scaled = tl.maximum(bias * LOG2E, -LARGEST_FLOAT)  # finite stays finite: only -inf means "masked"
+        # Finite stays finite: only -inf means "masked". NaN stays NaN.
+        scaled = tl.maximum(bias * LOG2E, -LARGEST_FLOAT, propagate_nan=tl.PropagateNan.ALL)
         s += tl.where(bias == -float("inf"), bias, scaled)
     return s, slope
 

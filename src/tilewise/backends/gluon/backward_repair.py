@@ -7,16 +7,11 @@ are summed here a second time, without what does not belong: slowly, but NaNs be
 import triton
 import triton.language as tl
 
-from tilewise.backends.device.gradients import score_gradients
+from tilewise.backends.device.gradients import finite, score_gradients, weighed_rows
 from tilewise.backends.device.rows import across, down, key_tiles, query_rows, row_tiles
 from tilewise.backends.device.seqinfo import load_rows, rows_at, sequence, store_rows
 
 from .backward_rows import UNSPECIALIZED, Shape, place_of, sum_row
-
-
-@triton.jit
-def finite(x):
-    return tl.where(x * 0.0 == 0.0, x, 0.0).to(x.dtype)
 
 
 @triton.jit
@@ -73,17 +68,12 @@ def repair_dkdv(
             q_tile = load_rows(rows_at(q, b, h, q_start), q.row, i * TILE, q_len, t, column, D, False)
             do_tile = load_rows(rows_at(do, b, h, q_start), do.row, i * TILE, q_len, t, v_column, DV, False)
             lse2, row_delta = statistics_of(minus_lse, minus_delta, lengths, scoring, b, h, q_start, rows, call)
-            sees = (lse2 < float("inf"))[:, None]
-            q_tile, do_tile = (
-                tl.where(sees, q_tile, 0.0).to(k_tile.dtype),
-                tl.where(sees, do_tile, 0.0).to(k_tile.dtype),
-            )
             s, dp = tl.dot(k_tile, tl.trans(q_tile)), tl.dot(v_tile, tl.trans(do_tile))
             p, ds, slope = score_gradients(
                 s, dp, scoring, across(rows), key[:, None], k_len, lse2[None, :], row_delta[None, :], True, True
             )
-            dv_sum = tl.dot(p.to(do_tile.dtype), do_tile, dv_sum)
-            dk_sum = tl.dot((ds * slope).to(q_tile.dtype), q_tile, dk_sum)
+            dv_sum = tl.dot(p.to(do_tile.dtype), weighed_rows(do_tile, p), dv_sum)
+            dk_sum = tl.dot((ds * slope).to(q_tile.dtype), finite(q_tile), dk_sum)
     store_rows(rows_at(dk, b, hkv, k_start), dk.row, dk_sum * softmax_scale, key, column, key < k_len, D)
     store_rows(rows_at(dv, b, hkv, k_start), dv.row, dv_sum, key, v_column, key < k_len, DV)
 

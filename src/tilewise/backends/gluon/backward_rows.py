@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from tilewise.backends.device.gradients import statistics
+from tilewise.backends.device.gradients import row_product, statistics
 from tilewise.backends.device.seqinfo import load_rows, not_finite, rows_at, sequence, store_rows
 
 ROWS = 64  # of one program
@@ -62,7 +62,7 @@ def prepare_kernel(
     row = i * ROWS + t
     x = load_rows(rows_at(o, b, h, q_start), o.row, i * ROWS, q_len, t, column, DV, False).to(tl.float32)
     y = load_rows(rows_at(do, b, h, q_start), do.row, i * ROWS, q_len, t, column, DV, False).to(tl.float32)
-    row_delta = -tl.sum(x * y, 1)
+    row_delta = -row_product(x, y)
     if dlse is not None:
         row_delta += tl.load(
             rows_at(dlse, b, h, q_start) + tl.cast(row, tl.int64) * dlse.row, mask=row < q_len, other=0.0

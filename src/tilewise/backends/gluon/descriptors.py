@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import triton.experimental.gluon.language as gl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # pyright: ignore[reportMissingImports]
@@ -14,7 +15,10 @@ from tilewise.backends.device.lower import as_rows
 def as_boxes(x: Tensor) -> Tensor:
     """`x` as descriptors and the kernels around them take it: `as_rows`, aligned and without strides of 0."""
     x = as_rows(x)
-    return x if x.stride(-1) == 1 and tma(x) and all(x.stride()) else as_rows(x.contiguous())
+    if x.stride(-1) == 1 and tma(x) and all(x.stride()):
+        return x
+    # `contiguous` would leave a dim of one element with whatever stride it has.
+    return as_rows(x.clone(memory_format=torch.contiguous_format))
 
 
 def boxes(x: Tensor, rows: int, columns: int) -> TensorDescriptor:

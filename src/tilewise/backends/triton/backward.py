@@ -14,12 +14,15 @@ from torch import Tensor
 
 from tilewise.backends.base import Grads, Needs
 from tilewise.backends.device.gradients import (
+    finite,
     load_statistics,
+    row_product,
     score_gradients,
     score_start,
     sink_gradient,
     statistics,
     upstream_start,
+    weighed_rows,
 )
 from tilewise.backends.device.launch import Launcher, layout_key
 from tilewise.backends.device.lower import Lowered, per_row, strided, visit
@@ -54,7 +57,7 @@ def statistics_kernel(
     valid = row < q_len
     x = load_rows(rows_at(o, b, h, q_start), o.row, i * BLOCK_M, q_len, t, column, DV, False).to(tl.float32)
     y = load_rows(rows_at(do, b, h, q_start), do.row, i * BLOCK_M, q_len, t, column, DV, False).to(tl.float32)
-    total = -tl.sum(x * y, 1)
+    total = -row_product(x, y)
     if dlse is not None:
         total += tl.load(rows_at(dlse, b, h, q_start) + tl.cast(row, tl.int64) * dlse.row, mask=valid, other=0.0)
     tl.store(rows_at(minus_delta, b, h, q_start) + row, total, mask=valid)
@@ -82,7 +85,7 @@ def dq_sweep(
         if scoring.slopes is not None:
             dslope -= tl.sum(ds * tl.abs(rows.m - key).to(tl.float32), 1)
         if CLEAN:  # 0 times the NaN of a key that no row sees
-            k = tl.where(k * 0.0 == 0.0, k, 0.0).to(k.dtype)
+            k = finite(k)
         dq = tl.dot((ds * slope).to(k.dtype), k, dq, input_precision=PRECISION)
     return dq, dslope
 
@@ -148,8 +151,6 @@ def dkdv_sweep(
         row_lse, row_delta = next_lse, next_delta
         q_tile = load_rows(queries, q.row, i * BLOCK_M, q_len, t, tl.arange(0, k.shape[1]), D, BOXED)
         do_tile = load_rows(upstream, do.row, i * BLOCK_M, q_len, t, tl.arange(0, v.shape[1]), DV, BOXED)
-        if CLEAN:  # 0 times the NaN of a row that sees no key
-            do_tile = tl.where((row_lse > -float("inf"))[:, None], do_tile, 0.0).to(k.dtype)
         start, lse2 = score_start(scoring, row_lse[None, :])
         dp_start, delta = upstream_start(scoring, row_delta[None, :])
         s = product_from(start, k, q_tile, PRECISION)
@@ -160,7 +161,7 @@ def dkdv_sweep(
             s, dp, scoring, across(rows), key, k_len, lse2, delta, is_partial(entry, walk) | CLEAN, CLEAN
         )
         if CLEAN:  # 0 times the NaN of a row that does not see the key; where it does, ds is NaN
-            q_tile = tl.where(q_tile * 0.0 == 0.0, q_tile, 0.0).to(k.dtype)
+            q_tile, do_tile = finite(q_tile), weighed_rows(do_tile, weight)
         if dv is not None:
             dv_sum = tl.dot(weight.to(do_tile.dtype), do_tile, dv_sum, input_precision=PRECISION)
         if dk is not None:

@@ -110,7 +110,7 @@ def dbias(inputs: tuple, call: Lowered, group: int, config: Config, shape: tuple
     row_tiles, key_tiles = cdiv(call.lengths.max_q, config.block_m), cdiv(call.lengths.max_k, config.block_n)
     tiles = (call.B, call.H, row_tiles, key_tiles)
     owned = [size > 1 for size in sizes]
-    cut = not owned[2] and not owned[3]  # a sum over rows and keys: each row tile's is a number of its own
+    cut = sizes[2:] == (1, 1)  # a sum over rows and keys: each row tile's is a number of its own
     rows = row_tiles if cut else sizes[2]
     out = torch.zeros((sizes[0], sizes[1], rows, sizes[3]), dtype=torch.float32, device=call.device)
     if min(tiles) > 0:
