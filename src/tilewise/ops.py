@@ -42,8 +42,8 @@ BATCHED_GRADIENTS = (
     "torch.func.vjp, or one torch.autograd.grad per vector."
 )
 JIT_TRACE = (
-    "tilewise: torch.jit.trace (and what is built on it, torch.onnx.export with dynamo=False) cannot record these kernels; use "
-    "torch.export or torch.compile."
+    "tilewise: torch.jit.trace (and what is built on it, torch.onnx.export with dynamo=False) cannot record these kernels; "
+    "use torch.export or torch.compile."
 )
 VMAP_DROPOUT = "tilewise: vmap over attention with dropout is not supported: every slice would draw the same mask."
 
