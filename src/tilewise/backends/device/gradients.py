@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .scoremods import drop, hide, scores
+from .scoremods import hide, kept, scores
 from .seqinfo import rows_at
 from .softmax import LOG2E
 
@@ -62,8 +62,9 @@ def score_gradients(product, dp, scoring, rows, key, k_len, lse2, delta, partial
         p = tl.where(s == -float("inf"), 0.0, p)  # lse of a row that sees a NaN is NaN
     weight = p
     if scoring.seed is not None:
-        weight = drop(p, scoring, rows, key) * scoring.drop_scale
-        dp = tl.where(weight == 0.0, 0.0, dp * scoring.drop_scale)
+        keep = kept(scoring, rows, key)
+        weight = tl.where(keep, p * scoring.drop_scale, 0.0)
+        dp = tl.where(keep, dp, 0.0) * scoring.drop_scale  # what scales it joins the difference below
     ds = p * (dp - delta)
     if CLEAN:
         ds = tl.where(s == -float("inf"), 0.0, ds)

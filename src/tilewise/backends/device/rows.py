@@ -5,32 +5,44 @@ import triton.language as tl
 
 from .portable import kv_tile_range
 from .scoremods import dropout_keys
-from .seqinfo import extremes, key_interval, row_interval
+from .seqinfo import extremes, key_interval, row_interval, rows_at
 from .structs import Rows, Walk
 
 
 @triton.jit
-def query_rows(i, b, h, q_start, q_len, k_len, shift, interval, scoring, BLOCK_M: tl.constexpr):
-    """The rows of tile i."""
+def query_rows(
+    i, b, h, q_start, q_len, k_len, shift, interval, scoring, BLOCK_M: tl.constexpr, row_keys=None
+):  # fmt: skip
+    """The rows of tile i. `row_keys`: their keys of dropout, where they are in memory (see `pack_keys`)."""
     index = i * BLOCK_M + tl.arange(0, BLOCK_M)
-    return _rows(b, h, index, q_start, q_len, k_len, shift, interval, scoring)
+    return _rows(b, h, index, q_start, q_len, k_len, shift, interval, scoring, row_keys)
 
 
 @triton.jit
 def packed_rows(i, b, hkv, group, q_start, q_len, k_len, shift, interval, scoring, BLOCK_M: tl.constexpr):
     """The rows of tile i of a kv head: those of all heads that share it, head by head for each query."""
     row = i * BLOCK_M + tl.arange(0, BLOCK_M)
-    return _rows(b, hkv * group + row % group, row // group, q_start, q_len, k_len, shift, interval, scoring)
+    return _rows(b, hkv * group + row % group, row // group, q_start, q_len, k_len, shift, interval, scoring, None)
 
 
 @triton.jit
-def _rows(b, h, index, q_start, q_len, k_len, shift, interval, scoring):
+def _rows(b, h, index, q_start, q_len, k_len, shift, interval, scoring, row_keys):
     m, valid = index + shift, index < q_len
     lo, hi = row_interval(interval, b, m, q_start + index, valid, k_len)
     first_key, second_key = index, index
-    if scoring.seed is not None:
+    if row_keys is not None:
+        packed = tl.load(rows_at(row_keys, b, h, q_start) + index, mask=valid, other=0)
+        first_key, second_key = (packed >> 32).to(tl.uint32), packed.to(tl.uint32)
+    elif scoring.seed is not None:
         first_key, second_key = dropout_keys(scoring, b, h, index)
     return Rows(b, h, index, m, valid, lo, hi, first_key, second_key)
+
+
+@triton.jit
+def pack_keys(scoring, b, h, index):
+    """The keys of dropout of each row, as one number."""
+    first_key, second_key = dropout_keys(scoring, b, h, index)
+    return (first_key.to(tl.int64) << 32) | second_key.to(tl.int64)
 
 
 @triton.jit

@@ -7,23 +7,29 @@ from .portable import dropout_bits, dropout_row_keys, keep_interval
 from .softmax import LOG2E
 
 LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
-# tanh(x) = x + x^3 P(x^2) for |x| < 0.625, least maximum of the relative error (5e-9)
-_T0 = tl.constexpr(-0.33333282)
-_T1 = tl.constexpr(0.13331442)
-_T2 = tl.constexpr(-0.05373971)
-_T3 = tl.constexpr(0.02063909)
-_T4 = tl.constexpr(-0.00570499)
+# tanh(x) = x P(x^2) / Q(x^2) for |x| <= 8, least maximum of the relative error (6e-9); beyond, it is 1 - 2e-7.
+_P1 = tl.constexpr(0.13444523513317108)
+_P2 = tl.constexpr(0.003571628825739026)
+_P3 = tl.constexpr(2.1895151803619228e-05)
+_P4 = tl.constexpr(1.523106618606107e-08)
+_Q1 = tl.constexpr(0.4677785038948059)
+_Q2 = tl.constexpr(0.02616456151008606)
+_Q3 = tl.constexpr(0.0003411341458559036)
+_Q4 = tl.constexpr(8.522718530912243e-07)
 
 
 @triton.jit
 def tanh(x):
-    """tanh, relatively accurate near 0, where a difference of exponentials would cancel."""
-    near = x * x
-    poly = x + x * near * (_T0 + near * (_T1 + near * (_T2 + near * (_T3 + near * _T4))))
-    size = tl.abs(x)
-    grown = tl.math.exp2(tl.minimum(size, 15.0) * (2.0 * LOG2E))  # tanh is 1 in fp32 from 9 on
-    far = 1.0 - 2.0 / (grown + 1.0)
-    return tl.where(size < 0.625, poly, tl.where(x < 0, -far, far))
+    """tanh, relatively accurate near 0, too; it takes the special function unit once, which exponentials keep busy."""
+    NAN: tl.constexpr = tl.PropagateNan.ALL
+    x = tl.minimum(tl.maximum(x, -8.0, propagate_nan=NAN), 8.0, propagate_nan=NAN)
+    u = x * x
+    p = x + x * u * (_P1 + u * (_P2 + u * (_P3 + u * _P4)))
+    q = 1.0 + u * (_Q1 + u * (_Q2 + u * (_Q3 + u * _Q4)))
+    root = tl.math.rsqrt(q)
+    inverse = root * root  # a division takes twice the instructions
+    t = p * inverse
+    return t + inverse * (p - t * q)
 
 
 @triton.jit
@@ -37,11 +43,11 @@ def scores(product, scoring, rows, key, k_len):
     """(scores in units of log2, d score / d product over scale) of `product` = q k^T: rows by keys, or transposed."""
     s = product
     slope = 1.0
-    if scoring.scale is not None:
-        s = s * scoring.scale
     if scoring.cap is not None:
-        t = tanh(s / scoring.cap)
+        t = tanh(s * (scoring.scale / scoring.cap))
         s, slope = t * scoring.cap, 1.0 - t * t
+    elif scoring.scale is not None:
+        s = s * scoring.scale
     if scoring.slopes is not None:
         slopes = tl.load(scoring.slopes + rows.b * scoring.slopes_batch + rows.h)
         s -= slopes * LOG2E * tl.abs(rows.m.to(tl.float32) - key.to(tl.float32))  # exact up to position 2^24
@@ -92,7 +98,13 @@ def dropout_keys(scoring, b, h, row):
 
 
 @triton.jit
-def drop(p, scoring, rows, key):
-    """`p` without what dropout removes; the same elements on every backend for the same seed."""
+def kept(scoring, rows, key):
+    """What dropout leaves: the same elements on every backend for the same seed."""
     bits = dropout_bits(rows.first_key, rows.second_key, tl.cast(key, tl.uint32))
-    return tl.where(bits >= tl.cast(scoring.drop_threshold, tl.uint32), p, 0.0)
+    return bits >= tl.cast(scoring.drop_threshold, tl.uint32)
+
+
+@triton.jit
+def drop(p, scoring, rows, key):
+    """`p` without what dropout removes."""
+    return tl.where(kept(scoring, rows, key), p, 0.0)

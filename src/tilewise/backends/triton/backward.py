@@ -28,25 +28,25 @@ from tilewise.backends.device.launch import Launcher, layout_key
 from tilewise.backends.device.lower import Lowered, per_row, strided, visit
 from tilewise.backends.device.order import heads_together
 from tilewise.backends.device.portable import work_order
-from tilewise.backends.device.rows import across, down, is_partial, key_tiles, query_rows, row_tiles, tile_of
+from tilewise.backends.device.rows import across, down, is_partial, key_tiles, pack_keys, query_rows, row_tiles, tile_of
 from tilewise.backends.device.seqinfo import load_rows, matrix, not_finite, rows_at, sequence, store_rows
-from tilewise.backends.device.structs import Keys
+from tilewise.backends.device.structs import Keys, Strided
 from tilewise.tiles import cdiv
 
 from .bias_gradient import dbias
 from .configs import Config, backward_configs, options, padded, precision, streamed
 from .products import product_from
 
-STATISTICS_ROWS = 64  # of one program of `statistics_kernel`
+STATISTICS_ROWS, STATISTICS_WARPS = 64, 4  # of one program of `statistics_kernel`
 _statistics, _dq, _dkdv = Launcher(), Launcher(), Launcher()
 
 
 @triton.jit(do_not_specialize=["heads", "tiles"])
 def statistics_kernel(
-    o, do, lse, dlse, minus_lse, minus_delta, lengths, scoring, heads, tiles, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    o, do, lse, dlse, minus_lse, minus_delta, row_keys, lengths, scoring, heads, tiles, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """-delta = dlse - rowsum(do * o), and -lse in the units of `statistics`."""
+    """-delta = dlse - rowsum(do * o), -lse in the units of `statistics`, and what dropout knows of a row."""
     place = tl.program_id(0)
     i, h, b = place % tiles, place // tiles % heads, place // tiles // heads
     q_start, q_len, _, _, _ = sequence(lengths, b)
@@ -63,6 +63,8 @@ def statistics_kernel(
     tl.store(rows_at(minus_delta, b, h, q_start) + row, total, mask=valid)
     row_lse = tl.load(rows_at(lse, b, h, q_start) + row, mask=valid, other=0.0)
     tl.store(rows_at(minus_lse, b, h, q_start) + row, statistics(row_lse, scoring), mask=valid)
+    if row_keys is not None:
+        tl.store(rows_at(row_keys, b, h, q_start) + row, pack_keys(scoring, b, h, row), mask=valid)
 
 
 @triton.jit
@@ -132,8 +134,8 @@ def dq_kernel(
 
 @triton.jit
 def dkdv_sweep(
-    walk, visit, dk_sum, dv_sum, dk, dv, k, v, q, do, q_boxes, do_boxes, minus_lse, minus_delta, b, h, j, q_start, q_len,
-    k_len, shift, interval, scoring, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
+    walk, visit, dk_sum, dv_sum, dk, dv, k, v, q, do, q_boxes, do_boxes, minus_lse, minus_delta, row_keys, b, h, j, q_start,
+    q_len, k_len, shift, interval, scoring, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
     CLEAN: tl.constexpr,
 ):  # fmt: skip
     """Row tiles of one head: dv += p^T do, dk += ds^T q. CLEAN: what sees no key, or is not seen, is kept out."""
@@ -147,7 +149,7 @@ def dkdv_sweep(
     )
     for entry in tl.range(walk.first, walk.last):
         i = tile_of(entry, walk, visit)
-        rows = query_rows(i, b, h, q_start, q_len, k_len, shift, interval, scoring, BLOCK_M)
+        rows = query_rows(i, b, h, q_start, q_len, k_len, shift, interval, scoring, BLOCK_M, row_keys)
         row_lse, row_delta = next_lse, next_delta
         q_tile = load_rows(queries, q.row, i * BLOCK_M, q_len, t, tl.arange(0, k.shape[1]), D, BOXED)
         do_tile = load_rows(upstream, do.row, i * BLOCK_M, q_len, t, tl.arange(0, v.shape[1]), DV, BOXED)
@@ -175,7 +177,7 @@ def dkdv_sweep(
 
 @triton.jit(do_not_specialize=["heads_kv", "group", "tiles", "batch_heads", "together"])
 def dkdv_kernel(
-    q, k, v, do, minus_lse, minus_delta, q_boxes, do_boxes, dk, dv, lengths, interval, scoring, visit, softmax_scale,
+    q, k, v, do, minus_lse, minus_delta, row_keys, q_boxes, do_boxes, dk, dv, lengths, interval, scoring, visit, softmax_scale,
     heads_kv, group, tiles, batch_heads, together, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -197,8 +199,8 @@ def dkdv_kernel(
     for h in range(hkv * group, (hkv + 1) * group):
         walk = row_tiles(j, b, h, q_len, k_len, shift, interval, visit, BLOCK_M, BLOCK_N)
         dk_sum, dv_sum = dkdv_sweep(
-            walk, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, q_boxes, do_boxes, minus_lse, minus_delta, b, h, j,
-            q_start, q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, False,
+            walk, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, q_boxes, do_boxes, minus_lse, minus_delta, row_keys,
+            b, h, j, q_start, q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, False,
         )  # fmt: skip
     broken = 0
     if dk is not None:
@@ -214,8 +216,8 @@ def dkdv_kernel(
         for h in range(hkv * group, (hkv + 1) * group):
             walk = row_tiles(j, b, h, q_len, k_len, shift, interval, visit, BLOCK_M, BLOCK_N)
             dk_sum, dv_sum = dkdv_sweep(
-                walk, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, q_boxes, do_boxes, minus_lse, minus_delta, b,
-                h, j, q_start, q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, True,
+                walk, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, q_boxes, do_boxes, minus_lse, minus_delta, row_keys,
+                b, h, j, q_start, q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, True,
             )  # fmt: skip
     valid = key < k_len
     if dk is not None:
@@ -237,13 +239,14 @@ def backward(
     # Rows between packed sequences belong to no program.
     new = torch.zeros_like if call.varlen else torch.empty_like
     minus_lse, minus_delta = new(lse), new(lse)
+    row_keys = None if call.bound.seed is None else new(lse, dtype=torch.int64)
     dq, dk, dv = (
         new(x, memory_format=torch.contiguous_format) if needed else None
         for x, needed in ((q, needs.dq), (k, needs.dk), (v, needs.dv))
     )
     row_tiles = cdiv(call.lengths.max_q, by_rows.block_m)
     dslopes = lse.new_zeros((call.B, call.H, row_tiles)) if needs.dslopes else None
-    launch = _Launch(q, k, v, do, minus_lse, minus_delta, call)
+    launch = _Launch(q, k, v, do, minus_lse, minus_delta, row_keys, call)
     if call.B * call.lengths.max_q:
         launch.statistics(o, lse, dlse)
         if needs.dq or needs.dslopes:
@@ -273,11 +276,15 @@ class _Launch:
     do: Tensor
     minus_lse: Tensor
     minus_delta: Tensor
+    row_keys: Tensor | None  # of dropout: each row's keys, which take longer to compute than to load
     call: Lowered
 
     def inputs(self) -> tuple:
         rows = (per_row(self.minus_lse), per_row(self.minus_delta))
         return (*map(strided, (self.q, self.k, self.v, self.do)), *rows)
+
+    def _row_keys(self) -> Strided | None:
+        return None if self.row_keys is None else per_row(self.row_keys)
 
     def shape(self, config: Config) -> tuple:
         D, DV = self.q.shape[-1], self.v.shape[-1]
@@ -295,10 +302,10 @@ class _Launch:
         tiles = cdiv(call.lengths.max_q, STATISTICS_ROWS)
         args = (
             strided(o), strided(self.do), per_row(lse), None if dlse is None else per_row(dlse), per_row(self.minus_lse),
-            per_row(self.minus_delta), call.lengths, call.scoring, call.H, tiles, DV, STATISTICS_ROWS, padded(DV),
+            per_row(self.minus_delta), self._row_keys(), call.lengths, call.scoring, call.H, tiles, DV, STATISTICS_ROWS, padded(DV),
         )  # fmt: skip
         key = self.key(None, layout_key(o, dlse))
-        _statistics.start(statistics_kernel, key, tiles * call.H * call.B, args, {"num_warps": 4})
+        _statistics.start(statistics_kernel, key, tiles * call.H * call.B, args, {"num_warps": STATISTICS_WARPS})
 
     def dq(self, dq: Tensor | None, dslopes: Tensor | None, config: Config) -> None:
         call = self.call
@@ -318,7 +325,7 @@ class _Launch:
         tiles, heads = cdiv(call.lengths.max_k, config.block_n), call.B * heads_kv
         constants = self.shape(config)
         args = (
-            *self.inputs(), *streamed(config, config.block_m, self.q, self.do),
+            *self.inputs(), self._row_keys(), *streamed(config, config.block_m, self.q, self.do),
             *(None if x is None else strided(x) for x in (dk, dv)), call.lengths, call.interval,
             call.scoring, visit(call, config.block_m, config.block_n, transposed=True), call.bound.softmax_scale,
             heads_kv, self.group, tiles, heads,

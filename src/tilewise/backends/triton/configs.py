@@ -28,6 +28,7 @@ class Config:
     num_warps: int = 4
     num_stages: int = 2
     descriptors: bool = True  # stream through tensor descriptors (TMA), where alignment allows it
+    owned: bool = False  # the owned rows through a descriptor, too
     registers: int | None = None  # of a thread, at most: 168 let three programs of four warps share a multiprocessor
 
     def __post_init__(self):
@@ -65,6 +66,13 @@ def streamed(config: Config, rows: int, x: Tensor, y: Tensor) -> tuple[Any, Any]
     if not (config.descriptors and boxable(x, y)):
         return None, None
     return boxes(x, rows, padded(x.shape[-1])), boxes(y, rows, padded(y.shape[-1]))
+
+
+def owned(config: Config, rows: int, *tensors: Tensor) -> tuple[Any, ...]:
+    """The same of tensors of which a program reads `rows` rows, once."""
+    if not (config.owned and boxable(*tensors)):
+        return (None,) * len(tensors)
+    return tuple(boxes(x, rows, padded(x.shape[-1])) for x in tensors)
 
 
 def padded(dim: int) -> int:

@@ -16,7 +16,7 @@ from tilewise.backends.device.softmax import LN2, LOG2E, finish_softmax, update_
 from tilewise.backends.device.structs import Keys
 from tilewise.tiles import cdiv
 
-from .configs import Config, forward_config, options, padded, precision, streamed
+from .configs import Config, forward_config, options, owned, padded, precision, streamed
 
 _launcher = Launcher()
 
@@ -96,7 +96,7 @@ def write_rows(o, lse, sinks, acc, top, total, rows, q_start, scoring, DV: tl.co
 
 @triton.jit(do_not_specialize=["heads", "group", "tiles", "batch_heads", "together"])
 def forward_kernel(
-    q, k, v, k_boxes, v_boxes, o, lse, max_logit, lengths, interval, scoring, visit, sinks, heads, group, tiles,
+    q, k, v, q_boxes, k_boxes, v_boxes, o, lse, max_logit, lengths, interval, scoring, visit, sinks, heads, group, tiles,
     batch_heads, together, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -108,8 +108,8 @@ def forward_kernel(
         return
     rows = query_rows(i, b, h, q_start, q_len, k_len, shift, interval, scoring, BLOCK_M)
     t = tl.arange(0, BLOCK_M)
-    q_base = rows_at(q, b, h, q_start)
-    q_tile = load_rows(q_base, q.row, i * BLOCK_M, q_len, t, tl.arange(0, BLOCK_D), D, False)
+    queries = matrix(q, q_boxes, b, h, q_start)
+    q_tile = load_rows(queries, q.row, i * BLOCK_M, q_len, t, tl.arange(0, BLOCK_D), D, q_boxes is not None)
     hkv = h // group
     BOXED: tl.constexpr = k_boxes is not None
     keys = Keys(matrix(k, k_boxes, b, hkv, k_start), matrix(v, v_boxes, b, hkv, k_start), k.row, v.row, k_len)
@@ -166,7 +166,8 @@ def forward(
     listed = visit(call, config.block_m, config.block_n)
     constants = D, DV, config.block_m, config.block_n, padded(D), padded(DV), precision(q.dtype)
     args = (
-        strided(q), strided(k), strided(v), *streamed(config, config.block_n, k, v), strided(o),
+        strided(q), strided(k), strided(v), *owned(config, config.block_m, q),
+        *streamed(config, config.block_n, k, v), strided(o),
         per_row(lse), max_logit if len(max_logit) else None, call.lengths,
         call.interval, call.scoring, listed, call.sinks, call.H, group, tiles, heads,
         heads_together(call, call.lengths.max_k, k, v, group), *constants,
