@@ -93,14 +93,24 @@ class Lowered:
         return self.interval._replace(first=first, end=end, key_batch=self.lengths.max_k if len(lo) > 1 else 0)
 
     @cached_property
-    def reach(self) -> int:
-        """How many keys the rows of one sequence see together at most, as far as numbers tell."""
-        interval, widths = self.interval, [self.lengths.max_k]
+    def width(self) -> int:
+        """How many keys a row sees at most, and how many rows see a key, as far as numbers tell."""
+        interval, widths = self.interval, [max(self.lengths.max_q, self.lengths.max_k)]
         if interval.left is not None and interval.right is not None:
-            widths.append(interval.left + interval.right + self.lengths.max_q)
+            widths.append(interval.left + interval.right + 1)
         if interval.chunk is not None:
-            widths.append(interval.chunk + self.lengths.max_q)
+            widths.append(interval.chunk)
         return max(0, min(widths))
+
+    @property
+    def reach(self) -> int:
+        """How many keys the rows of one sequence see together at most, likewise."""
+        return min(self.lengths.max_k, self.width + self.lengths.max_q)
+
+    @property
+    def modified(self) -> bool:
+        """Whether kernels do more to scores than scale and hide them."""
+        return self.scoring.scale is not None or self.scoring.seed is not None
 
     @property
     def lists_tiles(self) -> bool:
@@ -112,15 +122,16 @@ def lower(q: Tensor, k: Tensor, bound: BoundSpec, max_q: int, max_k: int) -> Low
     """The structs of one call; `q` and `k` give shapes and device."""
     # A bound spec without tensors is the same object in every call of a training loop (`spec.bind`): so are its structs.
     if not bound.has_tensors:
-        remembered = _lower_bare(bound, q.shape, k.shape, q.device, max_q, max_k)
+        remembered = _lower_bare(bound, q.shape, k.shape, q.dtype, q.device, max_q, max_k)
         if remembered.closed is not None:  # else bounds in memory, which belong to one call (`sequences._made_on`)
             return remembered
-    return _lower(bound, q.shape, k.shape, q.device, max_q, max_k)
+    return _lower(bound, q.shape, k.shape, q.dtype, q.device, max_q, max_k)
 
 
 def _lower(
-    bound: BoundSpec, q_shape: torch.Size, k_shape: torch.Size, device: torch.device, max_q: int, max_k: int
-) -> Lowered:
+    bound: BoundSpec, q_shape: torch.Size, k_shape: torch.Size, dtype: torch.dtype, device: torch.device, max_q: int,
+    max_k: int,
+) -> Lowered:  # fmt: skip
     spec = bound.spec
     if spec.varlen:
         assert bound.cu_seqlens_q is not None
@@ -132,7 +143,8 @@ def _lower(
         max_q, max_k, total_q, total_k, int(spec.align == "bottom_right"), bound.cu_seqlens_q, bound.cu_seqlens_k,
         bound.seqused_q, bound.seqused_k,
     )  # fmt: skip
-    return Lowered(bound, q_shape, k_shape, device, lengths, _scoring(bound, device, B, H, max_q, max_k), B, H)
+    scoring = _scoring(bound, dtype, device, B, H, max_q, max_k)
+    return Lowered(bound, q_shape, k_shape, device, lengths, scoring, B, H)
 
 
 _lower_bare = lru_cache(maxsize=256)(_lower)
@@ -200,7 +212,9 @@ def _closed_formulas(masks: list[IntervalMask]) -> Interval | None:
     return Interval(left, right, prefix, chunk)
 
 
-def _scoring(bound: BoundSpec, device: torch.device, B: int, H: int, max_q: int, max_k: int) -> Scoring:
+def _scoring(
+    bound: BoundSpec, dtype: torch.dtype, device: torch.device, B: int, H: int, max_q: int, max_k: int
+) -> Scoring:
     factor = bound.softmax_scale * LOG2E
     shape = (B, H, max_q, max_k)
     slopes = None if bound.alibi_slopes is None else bound.alibi_slopes.float().resolve_neg().expand(B, H).contiguous()
@@ -212,6 +226,7 @@ def _scoring(bound: BoundSpec, device: torch.device, B: int, H: int, max_q: int,
         "factor": factor if plain else 1.0,
         "scale": None if plain else factor,
         "cap": None if bound.spec.softcap is None else bound.spec.softcap * LOG2E,
+        "coarse": 1 if bound.spec.softcap is not None and dtype.itemsize == 2 and _has_tanh(device) else None,
         "slopes": slopes,
         "slopes_batch": None if slopes is None else H,
     }
@@ -223,6 +238,11 @@ def _scoring(bound: BoundSpec, device: torch.device, B: int, H: int, max_q: int,
         p = bound.spec.dropout_p
         fields |= {"seed": bound.seed.to(device), "drop_threshold": drop_threshold(p), "drop_scale": 1.0 / (1.0 - p)}
     return Scoring(**fields)
+
+
+def _has_tanh(device: torch.device) -> bool:
+    """Whether a special function unit computes tanh."""
+    return device.type == "cuda" and torch.version.hip is None
 
 
 def visit(lowered: Lowered, block_m: int, block_n: int, transposed: bool = False) -> Visit | None:

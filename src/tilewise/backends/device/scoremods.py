@@ -6,7 +6,9 @@ import triton.language as tl
 from .portable import dropout_bits, dropout_row_keys, keep_interval
 from .softmax import LOG2E
 
-LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
+FAR = tl.constexpr(
+    1.8e38
+)  # farther below ordinary scores than any, yet within floats of the least bias times LOG2E - 1
 # tanh(x) = x P(x^2) / Q(x^2) for |x| <= 8, least maximum of the relative error (6e-9); beyond, it is 1 - 2e-7.
 _P1 = tl.constexpr(0.13444523513317108)
 _P2 = tl.constexpr(0.003571628825739026)
@@ -19,8 +21,13 @@ _Q4 = tl.constexpr(8.522718530912243e-07)
 
 
 @triton.jit
-def tanh(x):
-    """tanh, relatively accurate near 0, too; it takes the special function unit once, which exponentials keep busy."""
+def _tanh_unit(x):
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _tanh(x):
+    """tanh to float32's accuracy; it takes the special function unit once, which exponentials keep busy."""
     NAN: tl.constexpr = tl.PropagateNan.ALL
     x = tl.minimum(tl.maximum(x, -8.0, propagate_nan=NAN), 8.0, propagate_nan=NAN)
     u = x * x
@@ -30,6 +37,15 @@ def tanh(x):
     inverse = root * root  # a division takes twice the instructions
     t = p * inverse
     return t + inverse * (p - t * q)
+
+
+@triton.jit
+def tanh(x, coarse):
+    """tanh. `coarse`, where present: to 11 bits, of which q and k of 16 bits leave fewer in their product."""
+    if coarse is None:
+        return _tanh(x)
+    else:
+        return _tanh_unit(x)
 
 
 @triton.jit
@@ -44,7 +60,7 @@ def scores(product, scoring, rows, key, k_len):
     s = product
     slope = 1.0
     if scoring.cap is not None:
-        t = tanh(s * (scoring.scale / scoring.cap))
+        t = tanh(s * (scoring.scale / scoring.cap), scoring.coarse)
         s, slope = t * scoring.cap, 1.0 - t * t
     elif scoring.scale is not None:
         s = s * scoring.scale
@@ -56,9 +72,8 @@ def scores(product, scoring, rows, key, k_len):
             scoring.bias, scoring.bias_b, scoring.bias_h, scoring.bias_m, scoring.bias_n, rows.b, rows.h, rows.index, key
         )  # fmt: skip
         bias = tl.load(at, mask=rows.valid & (key < k_len), other=0.0).to(tl.float32)
-        # Finite stays finite: only -inf means "masked". NaN stays NaN.
-        scaled = tl.maximum(bias * LOG2E, -LARGEST_FLOAT, propagate_nan=tl.PropagateNan.ALL)
-        s += tl.where(bias == -float("inf"), bias, scaled)
+        part = s + bias * (LOG2E - 1.0)  # finite where the bias is
+        s = tl.maximum(part + bias, part - FAR)  # finite stays finite: only -inf means "masked"; NaN stays NaN, in both
     return s, slope
 
 

@@ -11,12 +11,17 @@ LN2 = tl.constexpr(math.log(2.0))
 
 @triton.jit
 def update_softmax(s, m, l, factor):
-    """p = 2^(factor s - m'), with the new row maximum m' and sum l'; alpha = 2^(m - m') rescales what is summed up."""
+    """p = 2^(factor s - m'), with the new row maximum m' and sum l'; alpha = 2^(m - m') rescales what is summed up.
+
+    `l` has several sums for each row, of every `l.shape[1]`-th key each: so threads need not add up theirs.
+    """
     top = tl.maximum(m, tl.max(s, 1) * factor)
     shift = tl.where(top == -float("inf"), 0.0, top)  # of a row that has seen no key
     p = tl.math.exp2(s * factor - shift[:, None])
     alpha = tl.math.exp2(m - shift)
-    return p, top, l * alpha + tl.sum(p, 1), alpha
+    SUMS: tl.constexpr = l.shape[1]
+    sums = tl.sum(tl.reshape(p, [p.shape[0], p.shape[1] // SUMS, SUMS]), 1)
+    return p, top, l * alpha[:, None] + sums, alpha
 
 
 @triton.jit

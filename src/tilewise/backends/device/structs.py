@@ -67,6 +67,7 @@ class Scoring(NamedTuple):
     factor: float
     scale: float | None = None
     cap: float | None = None
+    coarse: int | None = None  # whether `cap` comes with the tanh of the special function unit: see `scoremods.tanh`
     slopes: Tensor | None = None  # at slopes_batch * b + h
     slopes_batch: int | None = None
     bias: Tensor | None = None

@@ -34,7 +34,7 @@ from tilewise.backends.device.structs import Keys, Strided
 from tilewise.tiles import cdiv
 
 from .bias_gradient import dbias
-from .configs import Config, backward_configs, options, padded, precision, streamed
+from .configs import Config, backward_configs, options, padded, precision, streamed, traits
 from .products import product_from
 
 STATISTICS_ROWS, STATISTICS_WARPS = 64, 4  # of one program of `statistics_kernel`
@@ -232,9 +232,7 @@ def backward(
     needs: Needs, configs: tuple[Config, Config, Config] | None = None,
 ) -> Grads:  # fmt: skip
     """Run the backward kernels: shapes as in `forward`, `do` like o and `dlse` like lse, absent where they are zero."""
-    by_rows, of_dk, of_dv = configs or backward_configs(
-        q.shape[-1], v.shape[-1], q.dtype, q.device, call.lengths.max_q, call.lengths.max_k, bool(call.bound.masks)
-    )
+    by_rows, of_dk, of_dv = configs or backward_configs(q.shape[-1], v.shape[-1], q.dtype, q.device, *traits(call))
     do = torch.zeros_like(o) if do is None else do
     # Rows between packed sequences belong to no program.
     new = torch.zeros_like if call.varlen else torch.empty_like

@@ -127,7 +127,7 @@ def fitted(config: Config, owned: int, streamed: int, by_rows: bool, limit: int)
 # three or four programs on a multiprocessor pay: each waits for its first rows and for its last stores.
 
 
-def pick_forward(dim: int, dtype: torch.dtype, keys: int, uneven: bool) -> Config:
+def pick_forward(dim: int, dtype: torch.dtype, keys: int, uneven: bool, modified: bool) -> Config:
     """For the larger of the two head dims and sequences of up to `keys` keys; `uneven`: rows see some keys only."""
     if dtype == torch.float32:
         return Config(64, 32, 4, 2) if dim <= 128 else Config(32, 16, 4, 1)
@@ -152,7 +152,7 @@ def pick_forward(dim: int, dtype: torch.dtype, keys: int, uneven: bool) -> Confi
     return Config(64, 32, 8, 1) if dim <= 512 else Config(32, 32, 8, 1)
 
 
-def pick_dkdv(dim: int, dtype: torch.dtype, rows: int, uneven: bool) -> tuple[Config, Config]:
+def pick_dkdv(dim: int, dtype: torch.dtype, rows: int, uneven: bool, modified: bool) -> tuple[Config, Config]:
     """Of dk and of dv, for the larger of the two head dims: where both are equal, one kernel computes both.
 
     The kernel owns `block_n` keys and walks tiles of `block_m` rows. Beyond 128 columns one kernel cannot hold both
@@ -160,6 +160,11 @@ def pick_dkdv(dim: int, dtype: torch.dtype, rows: int, uneven: bool) -> tuple[Co
     """
     if dtype == torch.float32:
         config = Config(32, 64, 4, 1) if dim <= 64 else Config(32, 32, 4, 1) if dim <= 128 else Config(16, 16, 4, 1)
+        return config, config
+    if modified and dim <= 128:
+        # What modifies scores takes registers. Causal, D64 4K, dropout / softcap / ALiBi 226 / 261 / 390, (128, 64, 4, 2)
+        # 137 / 154 / 247; D128 8K 366 / 391 / 477, (64, 64, 4, 2) 260 / 259 / 390, bias 276
+        config = Config(64, 64, 4, 3) if dim <= 64 else Config(32, 64, 4, 3)
         return config, config
     if dim <= 64:
         if uneven and rows <= 512:
@@ -178,7 +183,7 @@ def pick_dkdv(dim: int, dtype: torch.dtype, rows: int, uneven: bool) -> tuple[Co
     return config, config
 
 
-def pick_dq(dim: int, dtype: torch.dtype, keys: int, uneven: bool) -> Config:
+def pick_dq(dim: int, dtype: torch.dtype, keys: int, uneven: bool, modified: bool) -> Config:
     """For the larger of the two head dims; the kernel owns `block_m` rows and walks tiles of `block_n` keys."""
     if dtype == torch.float32:
         return Config(64, 32, 4, 1) if dim <= 128 else Config(16, 16, 4, 1)
@@ -209,6 +214,11 @@ def pick_decode(dim: int, dtype: torch.dtype, rows: int) -> Config:
         # 4,445, 3 stages 4,376, 128 keys 4,455. Divided in 2, 4 and 8: 4,286, 4,256, 4,154.
         return Config(rows, 64, 4, 4, False)
     return Config(min(rows, 32), 32, 4, 2)
+
+
+def traits(call: Lowered) -> tuple[int, bool, bool]:
+    """What of a call decides about tiles: (`width`, whether rows see different keys, `modified`)."""
+    return call.width, bool(call.bound.masks), call.modified
 
 
 #: Programs of the ordinary kernel on one multiprocessor at one time.
@@ -244,22 +254,24 @@ def decode_config(
 
 
 @lru_cache(maxsize=1024)
-def forward_config(D: int, Dv: int, dtype: torch.dtype, device: torch.device, keys: int, uneven: bool) -> Config:
+def forward_config(
+    D: int, Dv: int, dtype: torch.dtype, device: torch.device, keys: int, uneven: bool, modified: bool
+) -> Config:
     """The measured tiles of the forward kernel, as far as they fit the device."""
     owned, streamed = padded(D) * dtype.itemsize, (padded(D) + padded(Dv)) * dtype.itemsize
-    return fitted(pick_forward(max(D, Dv), dtype, keys, uneven), owned, streamed, True, shared_memory(device))
+    return fitted(pick_forward(max(D, Dv), dtype, keys, uneven, modified), owned, streamed, True, shared_memory(device))
 
 
 @lru_cache(maxsize=1024)
 def backward_configs(
-    D: int, Dv: int, dtype: torch.dtype, device: torch.device, rows: int, keys: int, uneven: bool
+    D: int, Dv: int, dtype: torch.dtype, device: torch.device, keys: int, uneven: bool, modified: bool
 ) -> tuple[Config, Config, Config]:
     """The same for dq, dk and dv."""
     width, limit, dim = (padded(D) + padded(Dv)) * dtype.itemsize, shared_memory(device), max(D, Dv)
-    of_dk, of_dv = pick_dkdv(dim, dtype, rows, uneven)
+    of_dk, of_dv = pick_dkdv(dim, dtype, keys, uneven, modified)
     keys_of_dv = width if of_dk == of_dv else padded(D) * dtype.itemsize
     return (
-        fitted(pick_dq(dim, dtype, keys, uneven), width, width, True, limit),
+        fitted(pick_dq(dim, dtype, keys, uneven, modified), width, width, True, limit),
         fitted(of_dk, width, width, False, limit),
         fitted(of_dv, keys_of_dv, width, False, limit),
     )

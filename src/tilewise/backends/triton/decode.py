@@ -52,10 +52,8 @@ def decode_kernel(
     walk = key_tiles(rows, hkv, i, i * BLOCK_M // group, last, k_len, shift, interval, visit, BLOCK_N)
     walk = part_of(walk, split, splits)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    top = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
     acc, top, total = forward_sweep(
-        walk, visit, acc, top, total, q_tile, keys, down(rows), scoring, D, DV, BLOCK_N, PRECISION, False
+        walk, visit, acc, q_tile, keys, down(rows), scoring, D, DV, BLOCK_N, PRECISION, False
     )
     if parts is None:
         if max_logit is not None:

@@ -16,18 +16,21 @@ from tilewise.backends.device.softmax import LN2, LOG2E, finish_softmax, update_
 from tilewise.backends.device.structs import Keys
 from tilewise.tiles import cdiv
 
-from .configs import Config, forward_config, options, owned, padded, precision, streamed
+from .configs import Config, forward_config, options, owned, padded, precision, streamed, traits
 
+SUMS = tl.constexpr(8)  # of a row, see `update_softmax`: matrix units deal out the keys of a row in eights
 _launcher = Launcher()
 
 
 @triton.jit
 def forward_sweep(
-    walk, visit, acc, top, total, q, keys, rows, scoring, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    walk, visit, acc, q, keys, rows, scoring, D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr, BOXED: tl.constexpr,
 ):  # fmt: skip
-    """Key tiles: s = q k^T, p = 2^(s - max), acc = alpha acc + p v."""
+    """Key tiles: s = q k^T, p = 2^(s - max), acc = alpha acc + p v; returns acc, max and sum p of each row."""
     n = tl.arange(0, BLOCK_N)
+    top = tl.full([q.shape[0]], -float("inf"), tl.float32)
+    total = tl.zeros([q.shape[0], SUMS], tl.float32)
     for entry in tl.range(walk.first, walk.last):
         j = tile_of(entry, walk, visit)
         key = (j * BLOCK_N + n)[None, :]
@@ -40,7 +43,7 @@ def forward_sweep(
             p = drop(p, scoring, rows, key)
         v = load_rows(keys.v, keys.v_row, j * BLOCK_N, keys.length, n, tl.arange(0, acc.shape[1]), DV, BOXED)
         acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PRECISION)
-    return acc, top, total
+    return acc, top, tl.sum(total, 1)
 
 
 @triton.jit
@@ -116,10 +119,8 @@ def forward_kernel(
     last = tl.minimum((i + 1) * BLOCK_M, q_len) - 1
     walk = key_tiles(rows, h, i, i * BLOCK_M, last, k_len, shift, interval, visit, BLOCK_N)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    top = tl.full([BLOCK_M], -float("inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
     acc, top, total = forward_sweep(
-        walk, visit, acc, top, total, q_tile, keys, down(rows), scoring, D, DV, BLOCK_N, PRECISION, BOXED
+        walk, visit, acc, q_tile, keys, down(rows), scoring, D, DV, BLOCK_N, PRECISION, BOXED
     )
     if max_logit is not None:
         highest = tl.max(tl.where(rows.valid, top, -float("inf")), 0) * LN2
@@ -158,7 +159,7 @@ def forward(
         o, lse (natural logarithm), max_logit (H,): the largest visible score of each head; (0,) where not asked for.
     """
     D, DV = q.shape[-1], v.shape[-1]
-    config = config or forward_config(D, DV, q.dtype, q.device, call.lengths.max_k, bool(call.bound.masks))
+    config = config or forward_config(D, DV, q.dtype, q.device, *traits(call))
     o, lse, max_logit = new_outputs(q, v, call)
     tiles, heads, group = cdiv(call.lengths.max_q, config.block_m), call.B * call.H, call.H // k.shape[-2]
     if tiles * call.B == 0:
