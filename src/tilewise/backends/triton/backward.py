@@ -43,8 +43,8 @@ _statistics, _dq, _dkdv = Launcher(), Launcher(), Launcher()
 
 @triton.jit(do_not_specialize=["heads", "tiles"])
 def statistics_kernel(
-    o, do, lse, dlse, minus_lse, minus_delta, row_keys, lengths, scoring, heads, tiles, DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    o, do, lse, dlse, minus_lse, minus_delta, row_keys, lengths, scoring, heads, tiles, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """-delta = dlse - rowsum(do * o), -lse in the units of `statistics`, and what dropout knows of a row."""
     place = tl.program_id(0)
@@ -216,8 +216,8 @@ def dkdv_kernel(
         for h in range(hkv * group, (hkv + 1) * group):
             walk = row_tiles(j, b, h, q_len, k_len, shift, interval, visit, BLOCK_M, BLOCK_N)
             dk_sum, dv_sum = dkdv_sweep(
-                walk, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, q_boxes, do_boxes, minus_lse, minus_delta, row_keys,
-                b, h, j, q_start, q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, True,
+                walk, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, q_boxes, do_boxes, minus_lse, minus_delta,
+                row_keys, b, h, j, q_start, q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, True,
             )  # fmt: skip
     valid = key < k_len
     if dk is not None:
@@ -300,7 +300,8 @@ class _Launch:
         tiles = cdiv(call.lengths.max_q, STATISTICS_ROWS)
         args = (
             strided(o), strided(self.do), per_row(lse), None if dlse is None else per_row(dlse), per_row(self.minus_lse),
-            per_row(self.minus_delta), self._row_keys(), call.lengths, call.scoring, call.H, tiles, DV, STATISTICS_ROWS, padded(DV),
+            per_row(self.minus_delta), self._row_keys(), call.lengths, call.scoring, call.H, tiles, DV, STATISTICS_ROWS,
+            padded(DV),
         )  # fmt: skip
         key = self.key(None, layout_key(o, dlse))
         _statistics.start(statistics_kernel, key, tiles * call.H * call.B, args, {"num_warps": STATISTICS_WARPS})
