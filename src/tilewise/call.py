@@ -115,7 +115,8 @@ def _describe(
     for name, t in zip(present, aux, strict=False):
         if not isinstance(t, Tensor):
             raise TypeError(f"{name} must be a tensor or None, got {describe(t)}")
-    if q.device.type != "meta" and torch.is_autocast_enabled(q.device.type):
+    device_type = q.device.type
+    if device_type != "meta" and torch.is_autocast_enabled(device_type):
         q, k, v = _autocast(q, k, v)
     make_spec = AttentionSpec if torch.compiler.is_compiling() else _make_spec
     spec = make_spec(masks.terms, masks.align, cap, p, bool(deterministic), present, bool(max_logit))
@@ -126,7 +127,8 @@ def _describe(
 
 def _default_scale(q: Tensor) -> float:
     """``D ** -0.5``; for shapes that the checks are about to refuse, any number."""
-    return q.shape[-1] ** -0.5 if q.dim() and q.shape[-1] > 0 else 1.0
+    shape = q.shape
+    return shape[-1] ** -0.5 if shape and shape[-1] > 0 else 1.0
 
 
 def _checked_uncached(signatures, spec, max_q, max_k, backend) -> str:

@@ -48,8 +48,7 @@ def bind(inputs: Inputs) -> BoundSpec:
 def problem_of(inputs: Inputs) -> Problem:
     """The problem that dispatch sees for a call."""
     bound = bind(inputs)
-    aux = [getattr(bound, name) for name in bound.spec.tensors] + [t for mask in bound.masks for t in mask.tensors]
-    q, k, v, *rest = (Signature.of(t) for t in (inputs.q, inputs.k, inputs.v, *aux))
+    q, k, v, *rest = (Signature.of(t) for t in (inputs.q, inputs.k, inputs.v, *bound.tensors))
     cu_seqlens = (bound.cu_seqlens_q, bound.cu_seqlens_k)
     max_q, max_k = (0 if cu is None else max(cu.diff().tolist(), default=0) for cu in cu_seqlens)
     return make_problem(q, k, v, rest, bound.spec, max_q, max_k)

@@ -127,6 +127,12 @@ class BoundSpec:
         return bool(self.spec.tensors) or any(mask.tensors for mask in self.masks)
 
     @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All of them, as in `aux`."""
+        named = [getattr(self, name) for name in self.spec.tensors]
+        return (*named, *(t for mask in self.masks for t in mask.tensors))
+
+    @property
     def interval_masks(self) -> list[IntervalMask]:
         return [m for m in self.masks if isinstance(m, IntervalMask)]
 

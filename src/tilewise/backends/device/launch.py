@@ -1,7 +1,7 @@
 """Starting kernels: what Triton needs around a launch, and a way past its analysis of arguments that it has seen."""
 
 import threading
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any
@@ -12,16 +12,20 @@ from torch import Tensor
 
 from .assembler import sound_assembler
 
+MOST = 1024  # of anything that is remembered
+
 
 class Launcher:
     """Starts one kernel and remembers what Triton compiled for each key.
 
     Triton looks at every argument of every launch, struct by struct, to find the compiled kernel: most of its time on
-    the host. A key that says the same in a few words saves that.
+    the host. A key that says the same in a few words saves that. Where the key is new, as it is for each new length,
+    `arguments_key` finds what serves it, too.
     """
 
     def __init__(self):
         self._compiled: dict[Hashable, Any] = {}
+        self._alike: dict[Hashable, Any] = {}
 
     def start(self, kernel: Any, key: Hashable, grid: int, args: tuple, options: Mapping[str, int]) -> None:
         """Launch `kernel` over `grid` programs.
@@ -35,14 +39,54 @@ class Launcher:
         """
         compiled = self._compiled.get(key)
         if compiled is None:
-            with sound_assembler():
-                compiled = kernel[(grid,)](*args, **options)
-            if compiled is not None:  # the interpreter compiles nothing
-                self._compiled[key] = compiled
+            compiled = self._start_new(kernel, key, grid, args, options)
         else:
             run(compiled, grid, args)
         if (starts := getattr(_thread, "starts", None)) is not None:
             starts.append((compiled, grid, args))
+
+    def _start_new(self, kernel, key, grid, args, options) -> Any:
+        alike = arguments_key(args, getattr(kernel, "constexprs", ()), options)
+        compiled = self._alike.get(alike)
+        if compiled is None:
+            with sound_assembler():
+                compiled = kernel[(grid,)](*args, **options)
+        else:
+            run(compiled, grid, args)
+        if compiled is not None:  # the interpreter compiles nothing
+            for known, name in ((self._compiled, key), (self._alike, alike)):
+                make_room(known)
+                known[name] = compiled
+        return compiled
+
+
+def make_room(known: dict | set) -> None:
+    """Forget all where there is no room for one more."""
+    if len(known) >= MOST:
+        known.clear()
+
+
+def arguments_key(args: tuple, constants: Container[int], options: Mapping[str, int]) -> tuple:
+    """Equal only for arguments for which Triton makes the same code, those at the places `constants` being constants."""
+    return (*[arg if i in constants else _kind(arg) for i, arg in enumerate(args)], *options.items())
+
+
+def _kind(arg: Any) -> Any:
+    """What of an argument is in the code; at least that."""
+    if arg is None:
+        return None
+    kind = type(arg)
+    if kind is int:
+        return "1" if arg == 1 else (arg % 16 == 0, arg.bit_length() // 32)
+    if kind is float:
+        return kind
+    if isinstance(arg, tuple):
+        return kind, *[None if x is None else _kind(x) for x in arg]
+    if isinstance(arg, Tensor):  # AMD: offsets of 32 bits where all of the memory is within their reach
+        return arg.dtype, arg.device, arg.data_ptr() % 16, arg.untyped_storage().size() < 2**31
+    if hasattr(arg, "block_shape"):  # a tensor descriptor
+        return arg.base.dtype, arg.base.device, tuple(arg.block_shape), arg.padding, getattr(arg, "layout", None)
+    return kind, arg
 
 
 def run(compiled: Any, grid: int, args: Sequence) -> None:

@@ -50,9 +50,7 @@ class Lowered:
     def kind(self) -> tuple:
         """Equal for calls that differ in numbers and addresses only: the same compiled kernels serve them."""
         bound = self.bound
-        named = [getattr(bound, name) for name in bound.spec.tensors]
-        tensors = named + [t for mask in bound.masks for t in mask.tensors]
-        shapes = tuple((t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in tensors)
+        shapes = tuple((t.shape, t.stride(), t.dtype, t.data_ptr() % 16) for t in bound.tensors)
         return bound.spec.key, self.scoring.scale is None, self.lengths.max_q, self.lengths.max_k, shapes
 
     @cached_property
@@ -217,7 +215,7 @@ def _scoring(
 ) -> Scoring:
     factor = bound.softmax_scale * LOG2E
     shape = (B, H, max_q, max_k)
-    slopes = None if bound.alibi_slopes is None else bound.alibi_slopes.float().resolve_neg().expand(B, H).contiguous()
+    slopes = None if bound.alibi_slopes is None else bound.alibi_slopes.float().resolve_neg().contiguous()
     blocks: list[TileMask] = [mask for mask in bound.tile_masks if isinstance(mask, Blocks)]
     dense = element_mask(bound.tile_masks)
     tiles = tile_map(blocks, max_q, max_k) if blocks else None
@@ -228,7 +226,7 @@ def _scoring(
         "cap": None if bound.spec.softcap is None else bound.spec.softcap * LOG2E,
         "coarse": 1 if bound.spec.softcap is not None and dtype.itemsize == 2 and _has_tanh(device) else None,
         "slopes": slopes,
-        "slopes_batch": None if slopes is None else H,
+        "slopes_batch": None if slopes is None else H * (slopes.dim() - 1),  # (H,) or (B, H)
     }
     fields |= _elements("bias", bound.bias, shape) | _elements("dense", dense, shape)
     if tiles is not None:

@@ -122,7 +122,9 @@ def forward(
         o.zero_()
         lse.fill_(-float("inf"))
     tiles = cdiv(call.lengths.max_q, config.block_m)
-    items = tiles * call.B * call.H
+    items, programs = tiles * call.B * call.H, multiprocessors(q.device)
+    if items <= programs:  # one for each program: nothing to draw
+        config = replace(config, draws=False)
     counter = torch.full((1 + items,), 0, dtype=torch.int32, device=q.device) if config.draws else None
     descriptors = (
         boxes(q, ROWS.value, padded(D)),
@@ -136,5 +138,5 @@ def forward(
         heads_together(call, call.lengths.max_k, k, v, G), call.B * call.H, D, DV, config,
     )  # fmt: skip
     key = (call.kind, layout_key(q, k, v), config)
-    _launcher.start(forward_kernel, key, min(items, multiprocessors(q.device)), args, options(config))
+    _launcher.start(forward_kernel, key, min(items, programs), args, options(config))
     return o, lse, max_logit

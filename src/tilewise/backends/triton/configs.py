@@ -233,7 +233,6 @@ def decodes(call: Lowered, group: int) -> bool:
     return few and (group > 1 or call.B * call.H < RESIDENT * multiprocessors(call.device))
 
 
-@lru_cache(maxsize=1024)
 def decode_config(
     D: int, Dv: int, dtype: torch.dtype, device: torch.device, rows: int, heads: int, keys: int
 ) -> DecodeConfig:
@@ -245,12 +244,21 @@ def decode_config(
         heads: sequences times kv heads.
         keys: that the rows of one sequence see at most.
     """
+    tiled = _decode_tiles(D, Dv, dtype, device, rows)
+    # By tiles, not keys: a cache of keys and values that grows by one at each step finds its config here.
+    return _decode_parts(tiled, heads * cdiv(rows, tiled.block_m), cdiv(keys, tiled.block_n), multiprocessors(device))
+
+
+@lru_cache(maxsize=1024)
+def _decode_tiles(D: int, Dv: int, dtype: torch.dtype, device: torch.device, rows: int) -> Config:
     owned, streamed = padded(D) * dtype.itemsize, (padded(D) + padded(Dv)) * dtype.itemsize
     picked = pick_decode(max(D, Dv), dtype, min(DECODE_ROWS, padded(max(1, rows))))
-    tiled = fitted(picked, owned, streamed, True, shared_memory(device))
-    programs = max(1, heads * cdiv(rows, tiled.block_m))
-    parts = splits(cdiv(keys, tiled.block_n), programs, multiprocessors(device))
-    return DecodeConfig(**asdict(tiled), splits=parts)
+    return fitted(picked, owned, streamed, True, shared_memory(device))
+
+
+@lru_cache(maxsize=1024)
+def _decode_parts(tiled: Config, programs: int, tiles: int, slots: int) -> DecodeConfig:
+    return DecodeConfig(**asdict(tiled), splits=splits(tiles, max(1, programs), slots))
 
 
 @lru_cache(maxsize=1024)
