@@ -19,6 +19,8 @@ from tilewise import (
     attention_varlen,
     dispatch,
 )
+from tilewise.problem import Signature, make_problem
+from tilewise.spec import AttentionSpec
 
 NAN, INF = float("nan"), float("inf")
 
@@ -244,3 +246,31 @@ def test_the_hopper_backend_says_what_it_lacks(monkeypatch, shapes, options, wor
     q, k = (_t(1, dtype=torch.bfloat16).expand(shape) for shape in shapes)
     with pytest.raises(NoBackendError, match=words):
         attention(q, k, k, **options)
+
+
+def test_B91_each_gpu_of_a_machine_is_asked_for_itself(monkeypatch):
+    """One with a Hopper GPU and another: which one a process asked first, and which is the current one, does not matter."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: [(8, 0), (9, 0), (10, 0)][index])
+    monkeypatch.setattr(dispatch, "_no_triton", lambda: None)
+    monkeypatch.setattr(dispatch.importlib.metadata, "version", lambda name: "3.6.0")
+    caches = (dispatch._no_gluon, dispatch._not_hopper)
+    for cache in caches:
+        cache.cache_clear()
+    try:
+        chosen = []
+        for index in range(3):
+            q = Signature((1, 128, 2, 64), torch.bfloat16, torch.device("cuda", index))
+            chosen.append(dispatch.select(make_problem(q, q, q, [], AttentionSpec(), 0, 0)))
+        assert chosen == ["triton", "gluon", "triton"]
+        with pytest.raises(NoBackendError, match="cuda:2 is sm_100"):
+            dispatch.select(make_problem(q, q, q, [], AttentionSpec(), 0, 0), "gluon")
+        assert dispatch.capabilities("gluon").requires() is None
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        dispatch._no_gluon.cache_clear()
+        assert "cuda:0 is sm_80" in dispatch.capabilities("gluon").requires()
+    finally:
+        for cache in caches:
+            cache.cache_clear()

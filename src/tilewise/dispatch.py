@@ -8,15 +8,18 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from tilewise.backends.base import FEATURES, Backend, Capabilities, Composite
 from tilewise.problem import DTYPES, MAX_HEAD_DIM, Problem
+from tilewise.tiles import DECODE_ROWS
+
+Asked = TypeVar("Asked", bound=Callable[..., Any])
 
 
-def while_tracing(function: Callable[[], Any]) -> Callable[[], Any]:
+def while_tracing(function: Asked) -> Asked:
     """Have torch.compile call a function while it traces and keep the result, instead of looking inside.
 
     What `torch.compiler.assume_constant_result` does, without the compiler that it imports.
@@ -69,7 +72,7 @@ def _load_triton() -> Backend:
     return triton.TritonBackend()
 
 
-FEW_ROWS, MANY_KEYS = 64, 8  # rows of one sequence and kv head, keys for each of them: a decoding step's
+MANY_KEYS = 8  # for each of a few rows: those of a decoding step
 BLOCK_KEYS = 64  # the least that a tile of keys has
 GLUON_VERSION = "3.6"  # of Triton: the language has changed in every release since
 
@@ -91,18 +94,34 @@ def _no_gluon() -> str | None:
         return f"its kernels are written for Triton {GLUON_VERSION}, found {version}"
     if not torch.cuda.is_available() or torch.version.cuda is None:
         return "there is no NVIDIA GPU"
-    major, minor = torch.cuda.get_device_capability()
-    return None if (major, minor) == (9, 0) else f"it needs a Hopper GPU (sm_90), this one is sm_{major}{minor}"
+    found = [_not_hopper(i) for i in range(torch.cuda.device_count())]
+    return None if None in found else found[0]
+
+
+@while_tracing
+def _gpu_lacks(index: int) -> str | None:
+    return _not_hopper(index)
+
+
+@lru_cache(maxsize=64)
+def _not_hopper(index: int) -> str | None:
+    """Why the kernels do not run on one GPU of the machine, which may have others."""
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return None  # `_no_gluon` says so
+    major, minor = torch.cuda.get_device_capability(index)
+    return None if (major, minor) == (9, 0) else f"it needs a Hopper GPU (sm_90), cuda:{index} is sm_{major}{minor}"
 
 
 def _gluon_lacks(problem: Problem) -> str | None:
     """What its copies (TMA) and its tiles cannot do, and what others do better."""
+    if problem.device == "cuda" and (reason := _gpu_lacks(problem.index)) is not None:
+        return reason
     if min(problem.B, problem.total_q, problem.total_k) == 0:
         return "there are no rows or no keys"
     if max(problem.total_q * problem.H, 2 * problem.total_k) >= 2**31:
         return "rows and keys are too many for 32-bit numbers"
     rows = problem.Sq * problem.G
-    if rows <= FEW_ROWS and problem.Sk >= MANY_KEYS * rows:
+    if rows <= DECODE_ROWS and problem.Sk >= MANY_KEYS * rows:
         return f"{rows} rows share {problem.Sk} keys, which triton divides among programs"
     if problem.D % 8 or problem.Dv % 8:
         return f"head dims {problem.D}, {problem.Dv} are not multiples of 8"

@@ -51,6 +51,7 @@ class Problem:
     device: str  # "cpu", "cuda", "meta", ...
     total_q: int  # rows of q over all sequences
     total_k: int
+    index: int = 0  # of the device among those of its kind
 
     @property
     def G(self) -> int:
@@ -88,7 +89,7 @@ def make_problem(
     else:
         B, Sq, Sk = q.shape[0], q.shape[1], k.shape[1]
         total_q, total_k = B * Sq, B * Sk
-    problem = Problem(spec, B, H, Hkv, Sq, Sk, D, Dv, q.dtype, q.device.type, total_q, total_k)
+    problem = Problem(spec, B, H, Hkv, Sq, Sk, D, Dv, q.dtype, q.device.type, total_q, total_k, q.device.index or 0)
     _check_tensors(problem, named, q)
     _check_masks(problem, aux[len(spec.tensors) :], q)
     return problem

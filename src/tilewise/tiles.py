@@ -7,6 +7,7 @@ behaves like them inside a kernel). ``//`` is only used on numerators >= 0, wher
 from typing import NamedTuple
 
 PART_TILES, MERGE_TILES = 2, 8  # what a part of the keys, and merging parts, costs besides
+DECODE_ROWS = 64  # of one sequence and kv head, up to which a tile of rows walks the keys in parts
 
 
 class TileRange(NamedTuple):

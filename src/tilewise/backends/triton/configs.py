@@ -14,7 +14,7 @@ from tilewise.backends.device.descriptors import boxable, boxes
 from tilewise.backends.device.lower import Lowered
 from tilewise.backends.device.order import multiprocessors
 from tilewise.backends.device.precision import tf32_allowed
-from tilewise.tiles import cdiv, splits
+from tilewise.tiles import DECODE_ROWS, cdiv, splits
 
 BARRIERS = 2048  # bytes of shared memory beside the tiles
 
@@ -223,8 +223,6 @@ def traits(call: Lowered) -> tuple[int, bool, bool]:
 
 #: Programs of the ordinary kernel on one multiprocessor at one time.
 RESIDENT = 2
-#: Rows of one sequence and kv head from which the ordinary forward kernel takes the call: a tile of its own.
-DECODE_ROWS = 64
 
 
 def decodes(call: Lowered, group: int) -> bool:
