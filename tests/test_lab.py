@@ -4,9 +4,11 @@ import dataclasses
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 
 import tilewise
-from tilewise import Causal, lab
+from tilewise import Causal, dense, lab
 from tilewise.lab.flash1 import tile_sizes
 from tilewise.lab.tiling import Tiling, visible
 from tilewise.testing import Case, judge, make_inputs
@@ -65,6 +67,25 @@ def test_a_fault_is_found():
     inputs = make_inputs(CASES[0])
     verdict = judge(inputs, {"wrong": lambda q, k, v: lab.find("standard")(1.01 * q, k, v)})["wrong"]
     assert {line.split()[0] for line in verdict.complaints} == {"o", "dq", "dk", "dv"}
+
+
+def test_the_rule_is_computed_where_the_tensors_are(monkeypatch):
+    """On a GPU, long sequences by rows: nothing is made on the default device but scalars, and draws that are moved."""
+    monkeypatch.setattr(dense, "LARGEST_DENSE", 2**10)
+    made_here = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func in _device_constructors() and (kwargs or {}).get("device") is None:
+                made_here.append((func.__name__, args))
+            return func(*args, **(kwargs or {}))
+
+    inputs = make_inputs(Case("long", B=1, Sq=150, H=1, D=32), FP32)
+    inputs = dataclasses.replace(inputs, options={"causal": True}, do=torch.randn(1, 150, 1, 32))
+    with Watch():
+        verdict = judge(inputs, {"standard": lambda q, k, v: lab.find("standard")(q, k, v, Causal())})["standard"]
+    assert verdict.complaints == [] and verdict.errors.keys() == {"o", "dq", "dk", "dv"}
+    assert {(name, shape) for name, (shape, *_) in made_here} <= {("randn", (1, 1, 150)), ("zeros", ())}
 
 
 #: What each keeps for the backward pass, in numbers: of N rows and keys, H heads, D numbers.

@@ -69,25 +69,29 @@ def dense(inputs: Inputs) -> dict[str, Tensor]:
 def _dense_by_rows(inputs: Inputs) -> dict[str, Tensor]:
     bound = bind(inputs)
     Sq, Sk = inputs.q.shape[1], inputs.k.shape[1]
-    bounds = row_bounds(bound, sequences(bound, inputs.q.shape, inputs.k.shape, 0, 0), 0)
+    device = inputs.q.device
+    bounds = row_bounds(bound, sequences(bound, inputs.q.shape, inputs.k.shape, 0, 0, device), 0)
+    keys = torch.arange(Sk, device=device)
     do, dlse = inputs.upstream()
     options = {name: value for name, value in inputs.options.items() if name not in ("causal", "window_size")}
-    found = []
-    for rows in torch.arange(Sq).split(max(LARGEST_DENSE // Sk, 1)):
-        seen = predicates.keep_interval(torch.arange(Sk), bounds.lo[rows, None], bounds.hi[rows, None])
+    by_rows: dict[str, list[Tensor]] = {"o": [], "lse": [], "dq": []}
+    joined: dict[str, Tensor] = {}
+    for rows in torch.arange(Sq, device=device).split(max(LARGEST_DENSE // Sk, 1)):
+        seen = predicates.keep_interval(keys, bounds.lo[rows, None], bounds.hi[rows, None])
         part = {
             "q": inputs.q[:, rows],
             "do": do[:, rows],
             "dlse": dlse[:, :, rows],
             "options": options | {"mask": seen},
         }
-        found.append(dense(dataclasses.replace(inputs, **part)))
-    joined = {"max_logit": torch.stack([part["max_logit"] for part in found]).amax(0)}
-    joined |= {name: torch.cat([part[name] for part in found], dim) for name, dim in (("o", 1), ("lse", 2))}
-    for name in found[0].keys() - joined.keys():
-        parts = [part[name] for part in found]
-        joined[name] = torch.cat(parts, 1) if name == "dq" else torch.stack(parts).sum(0)
-    return joined
+        for name, t in dense(dataclasses.replace(inputs, **part)).items():
+            if name in by_rows:
+                by_rows[name].append(t)
+            elif name not in joined:
+                joined[name] = t
+            else:
+                joined[name] = torch.maximum(joined[name], t) if name == "max_logit" else joined[name] + t
+    return joined | {name: torch.cat(parts, 2 if name == "lse" else 1) for name, parts in by_rows.items() if parts}
 
 
 def leaves_of(inputs: Inputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -126,9 +130,10 @@ def expected(inputs: Inputs) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         exact["dbias"] = ds.sum_to_size(bias.shape)
         sizes["dbias"] = ds.abs().sum_to_size(bias.shape)
     if slopes is not None and "dalibi_slopes" in exact:
-        seqs = sequences(bind(inputs), inputs.q.shape, inputs.k.shape, problem.Sq, problem.Sk)
-        m = torch.arange(problem.Sq) + seqs.shift[:, None]
-        distance = (m[:, None, :, None] - torch.arange(problem.Sk)).abs()
+        device = inputs.q.device
+        seqs = sequences(bind(inputs), inputs.q.shape, inputs.k.shape, problem.Sq, problem.Sk, device)
+        m = torch.arange(problem.Sq, device=device) + seqs.shift[:, None]
+        distance = (m[:, None, :, None] - torch.arange(problem.Sk, device=device)).abs()
         sizes["dalibi_slopes"] = (ds.abs() * distance).sum((2, 3)).sum_to_size(slopes.shape)
     return exact, sizes
 
@@ -167,7 +172,7 @@ def _dense_of_rounded_scores(inputs: Inputs) -> list[dict[str, Tensor]]:
     bias = wide.options.get("bias")
     found = []
     for seed in range(DRAWS if scores.numel() < SMALL else ORDERS):
-        up = torch.rand(scores.shape, generator=torch.Generator().manual_seed(seed)) < 0.5
+        up = (torch.rand(scores.shape, generator=torch.Generator().manual_seed(seed)) < 0.5).to(scores.device)
         rounded = torch.where(up, amplitude, -amplitude) + (0.0 if bias is None else bias)
         run = dense(dataclasses.replace(wide, options=wide.options | {"bias": rounded}))
         ds = run.pop("dbias", None)
@@ -191,7 +196,7 @@ def _score_error(inputs: Inputs) -> Tensor:
     """The largest error of a visible, finite score of dense attention in the dtype of the inputs."""
     wide = inputs.to(torch.float64)
     bound, bound64 = bind(inputs), bind(wide)
-    errors = [torch.zeros(())]
+    errors = [inputs.q.new_zeros(())]
     pieces = zip(reference.parts(inputs.q, inputs.k, bound), reference.parts(wide.q, wide.k, bound64), strict=True)
     for (q, k, batch), (q64, k64, _) in pieces:
         (s, visible), (s64, _) = reference.scores(q, k, bound, batch), reference.scores(q64, k64, bound64, batch)

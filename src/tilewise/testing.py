@@ -109,7 +109,7 @@ def assert_matches_reference(
         for one in what.dtypes if dtype is None else (dtype,):
             assert_matches_reference(make_inputs(what, one, seed), backend=backend)
         return
-    complaints = _Judge(what.on("cpu")).complaints({name: t.cpu() for name, t in run(what, backend).items()})
+    complaints = Judge(what.on("cpu")).complaints({name: t.cpu() for name, t in run(what, backend).items()})
     if complaints:
         end = f", backend={backend!r})" if what.repro.startswith("assert") else ""
         head = "import torch; from tilewise.testing import Case, assert_matches_reference; " if end else ""
@@ -124,7 +124,7 @@ class Verdict(NamedTuple):
 
 
 def judge(what: Inputs, functions: Mapping[str, Callable[[Tensor, Tensor, Tensor], Tensor]]) -> dict[str, Verdict]:
-    """Apply the rule to attention that is computed elsewhere.
+    """Apply the rule to attention that is computed elsewhere; the rule itself is computed where the tensors are.
 
     Args:
         what: a call without dropout; its `dlse` does not count.
@@ -137,25 +137,30 @@ def judge(what: Inputs, functions: Mapping[str, Callable[[Tensor, Tensor, Tensor
         >>> judge(make_inputs(Case()), {"sdpa": lambda q, k, v: swap(sdpa(swap(q), swap(k), swap(v)))})["sdpa"].complaints
         []
     """
-    what = dataclasses.replace(what, dlse=torch.zeros_like(what.upstream()[1]))
-    of_rule, found = _Judge(what.on("cpu")), {}
-    for name, function in functions.items():
-        named, leaves = leaves_of(what)
-        o = function(named["q"], named["k"], named["v"])
-        results = {"o": o} | gradients_of(what, o, torch.zeros(()), leaves)
-        results = {kind: t.detach().cpu() for kind, t in results.items()}
-        errors = {kind: _max(t.double() - of_rule.exact[kind]) if t.numel() else 0.0 for kind, t in results.items()}
-        found[name] = Verdict(of_rule.complaints(results), errors)
-    return found
+    of_rule = judge_of(what)
+    return {name: of_rule.verdict(function) for name, function in functions.items()}
 
 
-class _Judge:
+def judge_of(what: Inputs) -> Judge:
+    """The rule as `judge` applies it, for functions that are given one by one to its `verdict`."""
+    return Judge(dataclasses.replace(what, dlse=torch.zeros_like(what.upstream()[1])))
+
+
+class Judge:
     """The rule for one call: its exact results, and the errors of dense attention, which are found once."""
 
     def __init__(self, what: Inputs):
         self.what = what
         self.exact, self.sizes = expected(what)
         self._dense_errors = dense_errors(what, self.exact)
+
+    def verdict(self, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Verdict:
+        """Of a function as `judge` takes it, where `dlse` is 0."""
+        named, leaves = leaves_of(self.what)
+        o = function(named["q"], named["k"], named["v"])
+        results = {"o": o.detach()} | gradients_of(self.what, o, torch.zeros(()), leaves)
+        errors = {kind: _max(t.double() - self.exact[kind]) if t.numel() else 0.0 for kind, t in results.items()}
+        return Verdict(self.complaints(results), errors)
 
     @cached_property
     def _lucky_errors(self) -> dict[str, tuple[Tensor, ...]]:

@@ -159,14 +159,15 @@ def _result(
     times: dict[str, dict[str, Samples]],
 ) -> dict[str, Any]:
     head = {"system": system.name, "title": system.title, "source": system.source, "exact": not verdict.complaints}
-    head["errors"] = verdict.errors
+    head["errors"] = verdict.errors  # of the first head of the first sequence
     if system.name in times:
         head |= {"saved_bytes": saved[system.name], "peak_bytes": peaks[system.name], **to_dict(times[system.name])}
     return head
 
 
 def _show(systems, verdicts, saved, peaks, times, problem) -> None:
-    columns = ["system", "exact", "error of o", "of dq, dk, dv", "kept", "peak", *(f"{which} ms" for which in PASSES)]
+    exact = "exact" if problem["B"] * problem["H"] == 1 else "exact (1st head)"
+    columns = ["system", exact, "error of o", "of dq, dk, dv", "kept", "peak", *(f"{which} ms" for which in PASSES)]
     rows = []
     for s in systems:
         verdict = verdicts[s.name]

@@ -16,6 +16,7 @@ from tilewise.cli import gpu
 from tilewise.cli.lab_common import PASSES, Dtype, Rounds, chosen, clock, draw, dtype_for, time_passes, to_dict
 from tilewise.cli.output import FAILED, JsonFile, PlotFile, console, fail, short, stderr, table, write_json, write_plot
 from tilewise.cli.problems import Shape
+from tilewise.testing import Judge
 
 GENERATIONS = ("flash1", "flash2", "flash3")
 GRID = tuple(shape for shape in gpu.GRID if shape.D <= 128)
@@ -54,7 +55,8 @@ def generations(
         for one in shapes:
             progress.update(task, description=str(one))
             tensors = draw(one.B, one.S, one.H, one.D, kind, device)
-            able = [s for s in systems if not _refuses(s, one, tensors, data["refused"])]
+            rule = gpu.judge_head(one, *tensors)
+            able = [s for s in systems if not _refuses(s, one, rule, data["refused"])]
             data["results"] += _measure(one, able, tensors, rounds)
             data["geometric_means"] = _means(data["results"])
             progress.advance(task)
@@ -71,15 +73,14 @@ def _attend(system: lab.System, shape: Shape):
     return lambda q, k, v: system(q, k, v, Causal() if shape.causal else None)
 
 
-def _refuses(system: lab.System, shape: Shape, tensors: Sequence[Tensor], refused: list[str]) -> bool:
+def _refuses(system: lab.System, shape: Shape, rule: Judge, refused: list[str]) -> bool:
     """Whether a system cannot run a problem, or is wrong; why goes to `refused` and to stderr."""
-    q, k, v, do = tensors
     try:
-        wrong = gpu.complaint(shape, {system.name: gpu.swapped(_attend(system, shape))}, q, k, v, do)
+        wrong = "; ".join(rule.verdict(_attend(system, shape)).complaints)
     except Exception as error:  # whatever a kernel's compiler throws on another GPU: the other systems still run
-        wrong = f"{system.name}: {type(error).__name__}: {str(error).splitlines()[0]}"
+        wrong = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     if wrong:
-        refused.append(f"{shape}: {wrong}")
+        refused.append(f"{shape}: {system.name}: {wrong}")
         stderr.print(f"refused: {refused[-1]}", style="bold red", markup=False)
     return bool(wrong)
 
