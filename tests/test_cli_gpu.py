@@ -5,7 +5,7 @@ import torch
 from typer.testing import CliRunner
 
 import tilewise
-from tilewise.cli import gpu, gpu_features, gpu_rivals
+from tilewise.cli import gpu, gpu_features, gpu_rivals, measure
 from tilewise.cli.main import app
 from tilewise.cli.problems import Shape
 
@@ -39,6 +39,11 @@ def test_wrong_results_do_not(monkeypatch, factor):
     right = gpu.ours(SHAPE)
     monkeypatch.setattr(gpu, "ours", lambda shape: lambda q, k, v: right(q, k, v * factor))
     assert gpu._check(SHAPE, (), *_tensors())
+
+
+def test_processes_give_what_one_gives_in_order():
+    arguments = [(3, 4), (7, 2), (5, 5)]
+    assert list(measure.in_processes(max, arguments, 2)) == list(measure.in_processes(max, arguments, 1)) == [4, 7, 5]
 
 
 def test_means():

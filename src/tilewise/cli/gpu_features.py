@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import statistics
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +15,7 @@ from torch import Tensor
 
 import tilewise
 from tilewise import testing
-from tilewise.cli import gpu_rivals
+from tilewise.cli import gpu_rivals, measure
 from tilewise.cli.gpu import OURS, PASSES, burst
 from tilewise.cli.output import console, short, stderr, table
 
@@ -160,12 +158,8 @@ def bench(
 
 
 def _check_all(names: Sequence[str], dtype: torch.dtype, backend: str | None, workers: int) -> dict[str, str]:
-    """What is wrong with which features. A fresh process compiles each: the kernels then lie in Triton's cache on disk."""
-    if workers == 1:
-        complaints = [_complaint(name, dtype, backend) for name in names]
-    else:
-        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-            complaints = list(pool.map(_complaint, names, [dtype] * len(names), [backend] * len(names)))
+    """What is wrong with which features."""
+    complaints = measure.in_processes(_complaint, [(name, dtype, backend) for name in names], workers)
     return {name: complaint for name, complaint in zip(names, complaints, strict=True) if complaint}
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.progress import Progress
 from torch import Tensor
@@ -14,9 +16,9 @@ from torch import Tensor
 from tilewise import Causal, lab
 from tilewise.cli import gpu
 from tilewise.cli.lab_common import PASSES, Dtype, Rounds, chosen, clock, draw, dtype_for, time_passes, to_dict
+from tilewise.cli.measure import in_processes, passes
 from tilewise.cli.output import FAILED, JsonFile, PlotFile, console, fail, short, stderr, table, write_json, write_plot
 from tilewise.cli.problems import Shape
-from tilewise.testing import Judge
 
 GENERATIONS = ("flash1", "flash2", "flash3")
 GRID = tuple(shape for shape in gpu.GRID if shape.D <= 128)
@@ -50,18 +52,24 @@ def generations(
     shapes = [Shape.parse(text) for text in shape] if shape else GRID
     data: dict[str, Any] = {"dtype": short(kind), "device": device, "time": clock(device), "rounds": rounds}
     data |= {"papers": PAPERS, "refused": [], "results": [], "geometric_means": {}}
+    workers = min(16, os.cpu_count() or 1) if device == "cuda" else 1
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
+        checking = progress.add_task("compiling and checking", total=len(shapes))
+        able, names = {}, [s.name for s in systems]
+        verdicts = in_processes(_complaints, [(one, names, kind, device) for one in shapes], workers)
+        for one, wrong in zip(shapes, verdicts, strict=True):
+            able[one] = [s for s in systems if s.name not in wrong]
+            for name, complaint in wrong.items():
+                data["refused"].append(f"{one}: {name}: {complaint}")
+                stderr.print(f"refused: {data['refused'][-1]}", style="bold red", markup=False)
+            progress.advance(checking)
         task = progress.add_task("measuring", total=len(shapes))
         for one in shapes:
             progress.update(task, description=str(one))
-            tensors = draw(one.B, one.S, one.H, one.D, kind, device)
-            rule = gpu.judge_head(one, *tensors)
-            able = [s for s in systems if not _refuses(s, one, rule, data["refused"])]
-            data["results"] += _measure(one, able, tensors, rounds)
+            data["results"] += _measure(one, able[one], draw(one.B, one.S, one.H, one.D, kind, device), rounds)
             data["geometric_means"] = _means(data["results"])
             progress.advance(task)
             write_json(json, "lab generations", data, say=False)  # a run cut short leaves its part
-    names = [s.name for s in systems]
     _show(data["results"], names, data["geometric_means"])
     write_plot(plot, "lab generations", data)
     write_json(json, "lab generations", data)
@@ -73,16 +81,21 @@ def _attend(system: lab.System, shape: Shape):
     return lambda q, k, v: system(q, k, v, Causal() if shape.causal else None)
 
 
-def _refuses(system: lab.System, shape: Shape, rule: Judge, refused: list[str]) -> bool:
-    """Whether a system cannot run a problem, or is wrong; why goes to `refused` and to stderr."""
-    try:
-        wrong = "; ".join(rule.verdict(_attend(system, shape)).complaints)
-    except Exception as error:  # whatever a kernel's compiler throws on another GPU: the other systems still run
-        wrong = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    if wrong:
-        refused.append(f"{shape}: {system.name}: {wrong}")
-        stderr.print(f"refused: {refused[-1]}", style="bold red", markup=False)
-    return bool(wrong)
+def _complaints(shape: Shape, names: Sequence[str], dtype: torch.dtype, device: str) -> dict[str, str]:
+    """Which systems cannot run a problem, or are wrong, and why. What the others compile lies in a cache on disk then."""
+    tensors = draw(shape.B, shape.S, shape.H, shape.D, dtype, device)
+    rule, found = gpu.judge_head(shape, *tensors), {}
+    for name in names:
+        attend = _attend(lab.find(name, device), shape)
+        try:
+            wrong = "; ".join(rule.verdict(attend).complaints)
+            if device == "cuda":  # the whole problem: its kernels may be others than those of one head
+                passes(attend, *tensors[:3], do=tensors[3])["backward"]()
+        except Exception as error:  # whatever a kernel's compiler throws on another GPU: the other systems still run
+            wrong = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        if wrong:
+            found[name] = wrong
+    return found
 
 
 def _measure(

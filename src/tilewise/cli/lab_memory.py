@@ -53,16 +53,17 @@ def memory(
         for n in sorted(integers(lengths, "--lengths"))
     }
     points = [_point(n, problem, systems) for n, problem in problems.items()]
+    total = points_of.memory_of(device) if gib is None else round(gib * 2**30)
+    limits = {s.name: _longest(s, shared, kind, total) for s in systems}
+    data = {"problem": shared, "memory_bytes": total, "out_of_memory_at": limits, "points": points}
     jobs = [(p, who) for p in points for who in names if p["N"] <= measure_up_to and points_of.fits(p, who, device)]
     for point, who in track(jobs, "measuring", console=stderr, transient=True, disable=not stderr.is_terminal):
         point["measured"][who] = points_of.measure({**shared, "who": who, "N": point["N"]})
-    total = points_of.memory_of(device) if gib is None else round(gib * 2**30)
-    limits = {s.name: _longest(s, shared, kind, total) for s in systems}
+        write_json(json, "lab memory", data, say=False)  # a run cut short leaves its part
     for what in WHAT:
         _show(points, names, what, total, shared)
     reached = ", ".join(f"{n:,} ({name})" for name, n in limits.items())
     console.print(f"A training step fits in {human(total, 'B')} up to N = {reached}")
-    data = {"problem": shared, "memory_bytes": total, "out_of_memory_at": limits, "points": points}
     write_plot(plot, "lab memory", data)
     write_json(json, "lab memory", data)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -111,3 +113,15 @@ def passes(attention: Callable[..., Tensor], *tensors: Tensor, do: Tensor) -> di
         return torch.autograd.grad(o, leaves, do, retain_graph=True)
 
     return {"forward": forward, "backward": backward}
+
+
+def in_processes(function: Callable[..., Any], arguments: Sequence[tuple], workers: int) -> Iterator[Any]:
+    """``function(*args)`` for each of `arguments`, in their order, by so many fresh processes; by this one if one is enough.
+
+    For what compiles: kernels of all of them then lie in Triton's cache on disk.
+    """
+    if workers == 1 or len(arguments) == 1:
+        yield from (function(*args) for args in arguments)
+        return
+    with ProcessPoolExecutor(min(workers, len(arguments)), multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(function, *zip(*arguments, strict=True))
