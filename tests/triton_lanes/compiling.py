@@ -98,7 +98,8 @@ def compiling_for(target: str) -> Iterator[list]:
         setattr(configs, name, lambda _, fact=fact: fact)
     configs.forward_config.cache_clear()
     configs.backward_configs.cache_clear()
-    configs.decode_config.cache_clear()
+    configs._decode_tiles.cache_clear()
+    configs._decode_parts.cache_clear()
     try:
         yield found
     finally:
