@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -152,8 +151,9 @@ def _bench_features(shape, dtype, peer, rounds, backend, json, plot) -> None:
     if shape or peer:
         raise ValueError("--features has problems of its own: leave out --shape and --peer")
     dtypes = [dtype_of(name) for name in dtype or ("bf16",)]
-    workers = min(16, os.cpu_count() or 1)
-    data = gpu_features.bench(dtypes, rounds, backend, workers, lambda part: write_json(json, "bench", part, say=False))
+    data = gpu_features.bench(
+        dtypes, rounds, backend, measure.WORKERS, lambda part: write_json(json, "bench", part, say=False)
+    )
     write_plot(plot, "bench", data)
     write_json(json, "bench", data)
     if data["refused"]:

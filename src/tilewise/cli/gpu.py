@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -23,6 +24,7 @@ from tilewise.testing import Inputs, Judge, judge_of
 
 TOKENS, HIDDEN = 16384, 2048
 IDLE, BURST = 0.12, 0.025  # seconds: without idling the power limit decides who is fast
+DEVICE = "cuda"
 PASSES = {"forward": 1.0, "backward": 2.5}  # FLOPs of a pass, in those of the forward pass
 OURS, PORTABLE = "tilewise", "triton"
 
@@ -97,22 +99,24 @@ def bench(
     `on_problem` is given as much as there is after each problem: a run cut short leaves its part.
     """
     results, refused = [], []
+    problems = [(shape, dtype) for dtype in dtypes for shape in shapes]
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
-        task = progress.add_task("measuring", total=len(shapes) * len(dtypes))
-        for dtype in dtypes:
-            for shape in shapes:
-                progress.update(task, description=f"{shape} {short(dtype)}")
-                q, k, v, do = (
-                    torch.randn(shape.B, shape.S, shape.H, shape.D, device="cuda", dtype=dtype) for _ in "qkvo"
-                )
-                complaint = _check(shape, peers, q, k, v, do)
-                if complaint:
-                    refused.append(f"{shape} {short(dtype)}: {complaint}")
-                    stderr.print(f"refused: {refused[-1]}", style="bold red", markup=False)
-                else:
-                    results += _measure(shape, dtype, (q, k, v, do), peers, rounds)
-                progress.advance(task)
-                on_problem(_data(results, refused, peers, rounds))
+        checking = progress.add_task("compiling and checking", total=len(problems))
+        right = []
+        complaints = measure.in_processes(_check, [(*problem, peers) for problem in problems], measure.WORKERS)
+        for (shape, dtype), complaint in zip(problems, complaints, strict=True):
+            if complaint:
+                refused.append(f"{shape} {short(dtype)}: {complaint}")
+                stderr.print(f"refused: {refused[-1]}", style="bold red", markup=False)
+            else:
+                right.append((shape, dtype))
+            progress.advance(checking)
+        task = progress.add_task("measuring", total=len(right))
+        for shape, dtype in right:
+            progress.update(task, description=f"{shape} {short(dtype)}")
+            results += _measure(shape, dtype, _draw(shape, dtype), peers, rounds)
+            progress.advance(task)
+            on_problem(_data(results, refused, peers, rounds))
     _show(results, peers)
     return _data(results, refused, peers, rounds)
 
@@ -122,11 +126,25 @@ def _data(results: list[dict[str, Any]], refused: list[str], peers: Sequence[str
     return about | {"refused": refused, "geometric_means": _means(results, peers), "results": results}
 
 
-def _check(shape: Shape, peers: Sequence[str], q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> str:
-    """What is wrong with our outputs and gradients of one head; "" if nothing."""
+def _draw(shape: Shape, dtype: torch.dtype) -> list[Tensor]:
+    """q, k, v and do, (B, S, H, D)."""
+    return [torch.randn(shape.B, shape.S, shape.H, shape.D, device=DEVICE, dtype=dtype) for _ in "qkvo"]
+
+
+def _check(shape: Shape, dtype: torch.dtype, peers: Sequence[str]) -> str:
+    """What is wrong with our outputs and gradients of one head; "" if nothing.
+
+    What is compiled for the problem lies in a cache on disk after this.
+    """
+    tensors = _draw(shape, dtype)
     attends = {OURS: ours(shape)} | ({PORTABLE: swapped(_portable(shape))} if PORTABLE in peers else {})
-    rule = judge_head(shape, q, k, v, do)
+    rule = judge_head(shape, *tensors)
     verdicts = {who: rule.verdict(attend) for who, attend in attends.items()}
+    for attend in attends.values():
+        measure.passes(attend, *tensors[:3], do=tensors[3])["backward"]()
+    if "flex" in peers:
+        with suppress(RuntimeError, torch.OutOfMemoryError):  # `_measure` says so
+            measure.passes(swapped(_flex(shape)), *tensors[:3], do=tensors[3])["backward"]()
     return "; ".join(f"{who}: {line}" for who, verdict in verdicts.items() for line in verdict.complaints)
 
 
@@ -142,7 +160,7 @@ def judge_head(shape: Shape, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Jud
 
 
 def _measure(
-    shape: Shape, dtype: torch.dtype, tensors: tuple[Tensor, ...], peers: Sequence[str], rounds: int
+    shape: Shape, dtype: torch.dtype, tensors: Sequence[Tensor], peers: Sequence[str], rounds: int
 ) -> list[dict[str, Any]]:
     theirs = [x.transpose(1, 2).contiguous() for x in tensors]
     contestants = {OURS: measure.passes(ours(shape), *tensors[:3], do=tensors[3])}

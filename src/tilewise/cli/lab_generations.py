@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Annotated, Any
@@ -16,7 +15,7 @@ from torch import Tensor
 from tilewise import Causal, lab
 from tilewise.cli import gpu
 from tilewise.cli.lab_common import PASSES, Dtype, Rounds, chosen, clock, draw, dtype_for, time_passes, to_dict
-from tilewise.cli.measure import in_processes, passes
+from tilewise.cli.measure import WORKERS, in_processes, passes
 from tilewise.cli.output import FAILED, JsonFile, PlotFile, console, fail, short, stderr, table, write_json, write_plot
 from tilewise.cli.problems import Shape
 
@@ -52,7 +51,7 @@ def generations(
     shapes = [Shape.parse(text) for text in shape] if shape else GRID
     data: dict[str, Any] = {"dtype": short(kind), "device": device, "time": clock(device), "rounds": rounds}
     data |= {"papers": PAPERS, "refused": [], "results": [], "geometric_means": {}}
-    workers = min(16, os.cpu_count() or 1) if device == "cuda" else 1
+    workers = WORKERS if device == "cuda" else 1
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
         checking = progress.add_task("compiling and checking", total=len(shapes))
         able, names = {}, [s.name for s in systems]

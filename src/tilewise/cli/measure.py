@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+WORKERS = min(16, os.cpu_count() or 1)  # processes that compile and check before anything is timed
 
 
 class Timing(NamedTuple):
