@@ -26,6 +26,7 @@ LAYERS = (
     ("plan",),
     ("traffic",),
     ("ops", "call", "cost", "merge"),
+    ("again",),
     ("api",),
     (
         "lab",

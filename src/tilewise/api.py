@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilewise import dispatch, ops
+from tilewise import again, dispatch, ops
 from tilewise.call import Call, dense_call, packed_call, select_backend
 from tilewise.masks import Mask
 
@@ -82,11 +82,21 @@ def attention(
         >>> o.sum().backward(); q.grad.shape
         torch.Size([2, 128, 8, 64])
     """
-    call = dense_call(
-        q, k, v, mask, causal, window_size, bias, alibi_slopes, softcap, sinks, dropout_p, softmax_scale, deterministic,
-        layout, generator, return_max_logit,
-    )  # fmt: skip
-    o, lse, max_logit = _run(call, backend)
+    bare = mask is window_size is bias is alibi_slopes is softcap is sinks is generator is None
+    key = None
+    if bare and not torch.compiler.is_compiling():
+        key = again.key_of(q, k, v, causal, softmax_scale, dropout_p, deterministic, layout, backend, return_max_logit)
+    found = None if key is None else again.attention(key, q, k, v, layout == "bhsd")
+    if found is None:
+        call = dense_call(
+            q, k, v, mask, causal, window_size, bias, alibi_slopes, softcap, sinks, dropout_p, softmax_scale, deterministic,
+            layout, generator, return_max_logit,
+        )  # fmt: skip
+        name = _backend_of(call, backend)
+        found = _run(call, name)
+        if key is not None:
+            again.remember(key, call, name)
+    o, lse, max_logit = found
     return _select_outputs(o.transpose(1, 2) if layout == "bhsd" else o, lse, max_logit, return_lse, return_max_logit)
 
 
@@ -147,13 +157,16 @@ def attention_varlen(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, mask, causal, window_size,
         bias, alibi_slopes, softcap, sinks, dropout_p, softmax_scale, deterministic, generator, return_max_logit,
     )  # fmt: skip
-    o, lse, max_logit = _run(call, backend)
+    o, lse, max_logit = _run(call, _backend_of(call, backend))
     return _select_outputs(o, lse, max_logit, return_lse, return_max_logit)
 
 
-def _run(call: Call, backend: str | None) -> tuple[Tensor, Tensor, Tensor]:
-    name = select_backend(call.signatures, call.spec, call.max_q, call.max_k, backend or dispatch.preferred())
-    return ops.attention(call.q, call.k, call.v, call.aux, call.spec.key, call.scale, name, call.max_q, call.max_k)
+def _backend_of(call: Call, backend: str | None) -> str:
+    return select_backend(call.signatures, call.spec, call.max_q, call.max_k, backend or dispatch.preferred())
+
+
+def _run(call: Call, backend: str) -> tuple[Tensor, Tensor, Tensor]:
+    return ops.attention(call.q, call.k, call.v, call.aux, call.spec.key, call.scale, backend, call.max_q, call.max_k)
 
 
 def _select_outputs(o, lse, max_logit, return_lse, return_max_logit):

@@ -9,6 +9,7 @@ new-style Function (`setup_context`), slower again, so they have one of their ow
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,8 +59,8 @@ def attention(
         raise NotImplementedError(JIT_TRACE)
     if torch._C._are_functorch_transforms_active():
         return _FunctorchAttention.apply(q, k, v, spec, scale, backend, max_q, max_k, *aux)  # pyright: ignore
-    if _is_plain(q, k, v, aux):
-        if not _wants_grad(q, k, v, *aux):
+    if is_plain(q, k, v, aux):
+        if not wants_grad(q, k, v, *aux):
             _refuse_tangents(q, k, v, *aux)
             return _forward(q, k, v, aux, spec, scale, backend, max_q, max_k)
         return _apply_eager(q, k, v, spec, scale, backend, max_q, max_k, *aux)
@@ -69,7 +70,7 @@ def attention(
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def _is_plain(q: Tensor, k: Tensor, v: Tensor, aux: list[Tensor]) -> bool:
+def is_plain(q: Tensor, k: Tensor, v: Tensor, aux: Sequence[Tensor]) -> bool:
     """Whether nothing but a backend has to see the call: real tensors, no dispatch mode."""
     return (
         type(q) in _PLAIN
@@ -111,7 +112,7 @@ def _backward_fake(do, dlse, q, k, v, o, lse, aux, spec, scale, backend, max_q, 
 # ---- autograd, eager and compiled ----
 
 
-def _wants_grad(*tensors: Tensor | None) -> bool:
+def wants_grad(*tensors: Tensor | None) -> bool:
     if torch.is_grad_enabled():
         for t in tensors:  # not `any`: every call comes by here
             if t is not None and t.requires_grad:
@@ -127,14 +128,14 @@ def _refuse_tangents(*tensors: Tensor) -> None:
 
 def _forward_autograd(q, k, v, aux, spec, scale, backend, max_q, max_k):
     _refuse_tangents(q, k, v, *aux)
-    if _wants_grad(q, k, v, *aux):
+    if wants_grad(q, k, v, *aux):
         return _Attention.apply(q, k, v, spec, scale, backend, max_q, max_k, *aux)
     with torch._C._AutoDispatchBelowAutograd():
         return _fwd(q, k, v, aux, spec, scale, backend, max_q, max_k)
 
 
 def _backward_autograd(do, dlse, q, k, v, o, lse, aux, spec, scale, backend, max_q, max_k, needs):
-    if _wants_grad(do, dlse, q, k, v, o, lse, *aux):
+    if wants_grad(do, dlse, q, k, v, o, lse, *aux):
         return list(_Backward.apply(spec, scale, backend, max_q, max_k, needs, do, dlse, q, k, v, o, lse, *aux))  # pyright: ignore
     with torch._C._AutoDispatchBelowAutograd():
         return _bwd(do, dlse, q, k, v, o, lse, aux, spec, scale, backend, max_q, max_k, needs)
@@ -184,6 +185,14 @@ class _Attention(torch.autograd.Function):
         raise NotImplementedError(JVP)
 
 
+_is_batched = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _watched() -> bool:
+    """Whether a backward pass is to be seen by autograd or a dispatch mode."""
+    return torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0
+
+
 class _EagerAttention(_Attention):
     """The same for plain tensors: straight to the backend."""
 
@@ -195,15 +204,35 @@ class _EagerAttention(_Attention):
 
     @staticmethod
     def backward(ctx, do, dlse, _):  # pyright: ignore[reportIncompatibleMethodOverride]
-        is_batched = torch._C._functorch.is_legacy_batchedtensor  # pyright: ignore[reportAttributeAccessIssue]
-        if any(g is not None and is_batched(g) for g in (do, dlse)):
+        if any(g is not None and _is_batched(g) for g in (do, dlse)):
             raise NotImplementedError(BATCHED_GRADIENTS)
-        watched = torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() > 0
-        return _gradients(ctx, do, dlse, _bwd if watched else _backward)
+        return _gradients(ctx, do, dlse, _bwd if _watched() else _backward)
+
+
+class _AttentionAgain(_EagerAttention):
+    """The same for a call that is made again: see `again`."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, call, at):  # pyright: ignore[reportIncompatibleMethodOverride]
+        output = call.start([q, k, v], at)
+        _save(ctx, (q, k, v, call.spec, call.scale, call.backend, 0, 0), output)
+        return output
+
+    @staticmethod
+    def backward(ctx, do, dlse, _):  # pyright: ignore[reportIncompatibleMethodOverride]
+        if do is None or dlse is not None or type(do) is not Tensor or _watched() or _is_batched(do):
+            return _EagerAttention.backward(ctx, do, dlse, None)[:5]
+        wanted = ctx.needs_input_grad
+        needs = Needs(wanted[0], wanted[1], wanted[2], False, False, False)
+        bound = bind(ctx.spec, (), ctx.scale)
+        q, k, v, o, lse = ctx.saved_tensors
+        grads = dispatch.load(ctx.backend).backward(do, None, q, k, v, o, lse, bound, 0, 0, needs)
+        return grads[0], grads[1], grads[2], None, None
 
 
 # `Function.apply` without its torch.func checks, which `attention` has made already.
 _apply_eager: Any = super(torch.autograd.Function, _EagerAttention).apply  # pyright: ignore[reportAttributeAccessIssue]
+attention_again: Any = super(torch.autograd.Function, _AttentionAgain).apply  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Backward(torch.autograd.Function):

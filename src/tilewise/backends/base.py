@@ -69,8 +69,16 @@ def _like(grad: Tensor | None, tensor: Tensor | None) -> Tensor | None:
     return None if grad is None or tensor is None else grad.sum_to_size(tensor.shape).to(tensor.dtype)
 
 
+#: A forward pass made again: from [q, k, v] of the layouts of the first and their addresses to o, lse and max_logit.
+Repeat = Callable[[list[Tensor], list[int]], tuple[Tensor, Tensor, Tensor]]
+
+
 class Forward(Protocol):
-    """The forward pass for one family of hardware. Shapes as in `tilewise.attention`, layout (B, S, H, D) or packed."""
+    """The forward pass for one family of hardware. Shapes as in `tilewise.attention`, layout (B, S, H, D) or packed.
+
+    It may also have ``repeated(q, k, v, bound) -> Repeat | None``: how to make a call without other tensors again, given
+    tensors of the same layouts, aligned to 16 bytes, on the current device.
+    """
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, bound: BoundSpec, max_q: int, max_k: int
@@ -108,6 +116,7 @@ class Composite:
     def __init__(self, forward: Forward, backward: Backward):
         self.forward = forward.forward
         self.backward = backward.backward
+        self.repeated = getattr(forward, "repeated", None)
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,14 @@ makes the same few calls for ever: from the second one on it only allocates and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilewise.backends.base import Grads, Needs
+from tilewise.backends.base import Grads, Needs, Repeat
 from tilewise.spec import BoundSpec
 
 from .launch import make_room, on_device, started
@@ -56,7 +56,7 @@ class Replays:
 
     def call(
         self, key: Hashable | None, inputs: tuple, make: Callable[[], Iterable[Tensor | None]]
-    ) -> list[Tensor | None]:
+    ) -> Sequence[Tensor | None]:
         """What ``make()`` returns, by a replay where it was called twice with this key.
 
         The second call is recorded, which takes longer than the call: keys that never come again (a cache of keys and
@@ -72,7 +72,7 @@ class Replays:
             return list(make())
         replay = self._known.get(key)
         if replay is not None:
-            return replay.play(inputs)
+            return replay.play(list(inputs), [x.data_ptr() for x in inputs])
         if key in self._known:
             return list(make())
         if key not in self._seen:
@@ -84,6 +84,11 @@ class Replays:
         make_room(self._known)
         self._known[key] = _Replay.of(inputs, watch, starts, outputs)
         return outputs
+
+    def repeated(self, q: Tensor, k: Tensor, v: Tensor, bound: BoundSpec) -> Repeat | None:
+        """`Forward.repeated` of those that came by `replayed_forward`."""
+        replay = self._known.get(call_key(bound, 0, 0, q, k, v))
+        return None if replay is None else replay.play  # pyright: ignore[reportReturnType]  all three are there
 
 
 def replayed_forward(
@@ -120,7 +125,7 @@ def replayed_backward(
     key = call_key(bound, max_q, max_k, *inputs)
     with on_device(q):
         grads = replays.call(key and (key, needs, do is None), inputs, make)
-    return Grads(*grads).shaped_like(bound)
+    return Grads(*grads).shaped_like(bound) if bound.spec.tensors else Grads(*grads)
 
 
 FILLS = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "zero_": 0}
@@ -179,6 +184,7 @@ class _Replay:
     """One call as a list: allocate, start, start, return.
 
     Args:
+        device: of all tensors.
         made: tensors to make.
         scratch: bytes that only the kernels see, of all tensors that are not returned together.
         places: where in these bytes each of them lies.
@@ -186,7 +192,10 @@ class _Replay:
         outputs: numbers of the tensors to return, or None.
     """
 
-    def __init__(self, made: list, scratch: int, places: list[int], starts: list[_Start], outputs: list):
+    def __init__(
+        self, device: torch.device, made: list, scratch: int, places: list[int], starts: list[_Start], outputs: list
+    ):
+        self._allocate = _allocator(device)
         self._made, self._scratch, self._places, self._starts, self._outputs = made, scratch, places, starts, outputs
 
     @classmethod
@@ -206,20 +215,22 @@ class _Replay:
         known = [_start(compiled, grid, args, numbers) for compiled, grid, args in starts]
         if not watch.only_allocates or None in known or -1 in found:
             return None
-        remade = [(_nothing(t), t.shape, t.stride(), t.dtype, t.device, fill) for t, fill in made]
-        return cls(remade, scratch, places, known, found)  # pyright: ignore[reportArgumentType]
+        device = inputs[0].device
+        if any(t.device != device for t, _ in watch.made):
+            return None
+        remade = [(_nothing(t), tuple(t.shape), t.stride(), t.dtype, fill) for t, fill in made]
+        return cls(device, remade, scratch, places, known, found)  # pyright: ignore[reportArgumentType]
 
-    def play(self, inputs: tuple) -> list[Tensor | None]:
-        tensors = list(inputs)
-        for nothing, shape, strides, dtype, device, fill in self._made:
-            if nothing is None:
-                new = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-                tensors.append(new if fill is None else new.fill_(fill))
-            else:
-                tensors.append(nothing)
-        at = [t.data_ptr() for t in tensors]
+    def play(self, tensors: list[Tensor], at: list[int]) -> tuple[Tensor | None, ...]:
+        """Make the call again; both lists, of the tensors given and of their addresses, are used up."""
+        for nothing, shape, strides, dtype, fill in self._made:
+            new = self._allocate(shape, strides, dtype) if nothing is None else nothing
+            if fill is not None:
+                new.fill_(fill)
+            tensors.append(new)
+            at.append(new.data_ptr())
         if self._scratch:
-            scratch = torch.empty_strided((self._scratch,), (1,), dtype=torch.uint8, device=inputs[0].device)
+            scratch = self._allocate((self._scratch,), (1,), torch.uint8)
             start = scratch.data_ptr()
             at += [start + place for place in self._places]
         for kernel, structs, records, addresses, descriptors in self._starts:
@@ -236,7 +247,15 @@ class _Replay:
             for place, i, maps in descriptors:
                 args[place] = maps.known.get(at[i]) or maps.encode(at[i])
             kernel.start(args)
-        return [None if i is None else tensors[i] for i in self._outputs]
+        return tuple([None if i is None else tensors[i] for i in self._outputs])
+
+
+def _allocator(device: torch.device) -> Callable[[tuple, tuple, torch.dtype], Tensor]:
+    """``empty_strided`` on a device that is the current one by then: the way of torch.compile's own code, if it is there."""
+    direct = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # pyright: ignore[reportAttributeAccessIssue]
+    if device.type == "cuda" and torch.version.hip is None and direct is not None:
+        return direct
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def _span(t: Tensor) -> int:

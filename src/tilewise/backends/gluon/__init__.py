@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tilewise.backends.base import Backward, Grads, Needs
+from tilewise.backends.base import Backward, Grads, Needs, Repeat
 from tilewise.backends.device.lower import is_ordered
 from tilewise.backends.device.replay import Replays, replayed_backward, replayed_forward
 from tilewise.backends.gluon.backward import backward
@@ -26,6 +26,9 @@ class GluonForward:
         self, q: Tensor, k: Tensor, v: Tensor, bound: BoundSpec, max_q: int, max_k: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         return replayed_forward(self._forwards, as_boxes, forward, q, k, v, bound, max_q, max_k)
+
+    def repeated(self, q: Tensor, k: Tensor, v: Tensor, bound: BoundSpec) -> Repeat | None:
+        return self._forwards.repeated(q, k, v, bound)
 
 
 class GluonBackward:
