@@ -175,11 +175,21 @@ def test_unusual_calls_go_the_long_way(repeating):
 
 
 def test_autocast_casts(repeating, monkeypatch):
-    monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: True)
-    q, k, v = _qkv(FP16)
-    for _ in range(3):
-        attention(q, k, v)
-    assert repeating.repeats == 0
+    """Also in the call that would be remembered: without it, the same tensors are refused or mean another call."""
+    q, k, v = _qkv(BF16)
+    mixed = q.float(), k, v
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "is_autocast_enabled", lambda device: True)
+        patch.setattr(torch, "get_autocast_dtype", lambda device: FP16)
+        for _ in range(2):
+            assert attention(q, k, v).dtype == attention(*mixed).dtype == FP16
+    with pytest.raises(TypeError, match="share a dtype"):
+        attention(*mixed)
+    assert attention(q, k, v).dtype == BF16 and repeating.repeats == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "is_autocast_enabled", lambda device: True)
+        patch.setattr(torch, "get_autocast_dtype", lambda device: FP16)
+        assert attention(q, k, v).dtype == FP16 and repeating.repeats == 0
 
 
 def test_numbers_in_tensors_are_read_each_time(repeating):

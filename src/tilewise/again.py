@@ -96,7 +96,7 @@ def attention(key: tuple | None, q: Tensor, k: Tensor, v: Tensor, swap: bool) ->
 
 def remember(key: tuple, call: Call, backend: str) -> None:
     """Have `attention` make a call of this key again, if its backend can."""
-    if call.q.dtype not in DTYPES:
+    if call.q.dtype not in DTYPES or torch.is_autocast_enabled("cuda"):  # which may have cast q, k and v
         return
     repeated = getattr(dispatch.load(backend), "repeated", None)
     bound = bind(call.spec.key, (), call.scale)
