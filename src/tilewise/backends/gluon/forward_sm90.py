@@ -123,7 +123,7 @@ def forward(
         lse.fill_(-float("inf"))
     tiles = cdiv(call.lengths.max_q, config.block_m)
     items, programs = tiles * call.B * call.H, multiprocessors(q.device)
-    if items <= programs:  # one for each program: nothing to draw
+    if config.draws and items <= programs:  # one for each program: nothing to draw
         config = replace(config, draws=False)
     counter = torch.full((1 + items,), 0, dtype=torch.int32, device=q.device) if config.draws else None
     descriptors = (
