@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from lane import CAUSAL, call_of, on_gpu, refill, same
+from lane import CAUSAL, DEVICE, HALF, call_of, on_gpu, refill, same
 
+from tilewise import again, attention
 from tilewise.testing import Case
 
 CASES = [
@@ -34,3 +35,35 @@ def test_other_tensors_give_what_a_first_call_gives(case, backend):
     refill(kept[-1], 7)
     torch.manual_seed(5)
     assert not torch.equal(function()[0], found[0][0])
+
+
+@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
+@pytest.mark.parametrize(
+    "options", [{}, {"causal": True}, {"causal": True, "softmax_scale": 0.3, "return_lse": True}], ids=str
+)
+@pytest.mark.parametrize("S", [70, 1000])
+def test_plain_calls_give_what_the_long_way_gives(monkeypatch, backend, options, layout, S):
+    """Those that go from their layouts straight to the kernels; deterministic, so that bits can be compared."""
+    if DEVICE == "cpu" and backend == "gluon":
+        pytest.skip("Gluon has no interpreter")
+
+    def call(seed):
+        g = torch.Generator(DEVICE).manual_seed(seed)
+        q, k, v, do = (torch.randn(2, S, 3, 64, generator=g, device=DEVICE).to(HALF) for _ in range(4))
+        if layout == "bhsd":
+            q, k, v, do = (t.transpose(1, 2).contiguous() for t in (q, k, v, do))
+        shared = {**options, "layout": layout, "backend": backend, "deterministic": True}
+        with torch.no_grad():
+            plain = attention(q, k, v, **shared)
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        found = attention(*leaves, **shared)
+        o, *rest = found if isinstance(found, tuple) else (found,)
+        return [*(plain if isinstance(plain, tuple) else (plain,)), o, *rest, *torch.autograd.grad(o, leaves, do)]
+
+    for seed in range(3):
+        call(seed)
+    found = call(3)
+    if DEVICE == "cuda":
+        assert again._known
+    monkeypatch.setattr(again, "key_of", lambda *args: None)
+    assert same(found, call(3))
