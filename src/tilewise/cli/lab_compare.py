@@ -79,6 +79,9 @@ def compare(
         verdicts = judge(inputs, attends)
     right = {name: attend for name, attend in attends.items() if not verdicts[name].complaints}
     saved, peaks = _bytes(right, tensors, problem)
+    data: dict[str, Any] = {"problem": problem, "time": clock(device), "rounds": rounds, "claims": {}, "sweep": []}
+    data["results"] = [_result(s, verdicts[s.name], saved, peaks, {}) for s in systems]
+    write_json(json, "lab compare", data, say=False)  # a run cut short leaves its part
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
         task = progress.add_task("measuring time", total=rounds * (2 if sides else 1))
 
@@ -86,14 +89,14 @@ def compare(
             progress.advance(task)
 
         times = time_passes(right, tensors, rounds, advance) if right else {}
+        data["results"] = [_result(s, verdicts[s.name], saved, peaks, times) for s in systems]
+        write_json(json, "lab compare", data, say=False)
         sweep = _sweep(sides, mask, tensors, rounds, advance) if sides else {}
     _show(systems, verdicts, saved, peaks, times, problem)
     _show_sweep(sweep, kind)
-    claims = _claims(saved, times)
-    for line in claims.values():
+    data["claims"] = _claims(saved, times)
+    for line in data["claims"].values():
         console.print(line)
-    results = [_result(s, verdicts[s.name], saved, peaks, times) for s in systems]
-    data = {"problem": problem, "time": clock(device), "rounds": rounds, "claims": claims, "results": results}
     data["sweep"] = [{"tile": side, **to_dict(samples)} for side, samples in sweep.items()]
     write_plot(plot, "lab compare", data)
     write_json(json, "lab compare", data)
@@ -160,9 +163,9 @@ def _result(
 ) -> dict[str, Any]:
     head = {"system": system.name, "title": system.title, "source": system.source, "exact": not verdict.complaints}
     head["errors"] = verdict.errors  # of the first head of the first sequence
-    if system.name in times:
-        head |= {"saved_bytes": saved[system.name], "peak_bytes": peaks[system.name], **to_dict(times[system.name])}
-    return head
+    if system.name in saved:
+        head |= {"saved_bytes": saved[system.name], "peak_bytes": peaks[system.name]}
+    return head | (to_dict(times[system.name]) if system.name in times else {})
 
 
 def _show(systems, verdicts, saved, peaks, times, problem) -> None:

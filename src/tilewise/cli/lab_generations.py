@@ -55,7 +55,7 @@ def generations(
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
         checking = progress.add_task("compiling and checking", total=len(shapes))
         able, names = {}, [s.name for s in systems]
-        verdicts = in_processes(_complaints, [(one, names, kind, device) for one in shapes], workers)
+        verdicts = in_processes(_complaints, [(one, systems, kind, device) for one in shapes], workers)
         for one, wrong in zip(shapes, verdicts, strict=True):
             able[one] = [s for s in systems if s.name not in wrong]
             for name, complaint in wrong.items():
@@ -80,12 +80,12 @@ def _attend(system: lab.System, shape: Shape):
     return lambda q, k, v: system(q, k, v, Causal() if shape.causal else None)
 
 
-def _complaints(shape: Shape, names: Sequence[str], dtype: torch.dtype, device: str) -> dict[str, str]:
+def _complaints(shape: Shape, systems: Sequence[lab.System], dtype: torch.dtype, device: str) -> dict[str, str]:
     """Which systems cannot run a problem, or are wrong, and why. What the others compile lies in a cache on disk then."""
     tensors = draw(shape.B, shape.S, shape.H, shape.D, dtype, device)
     rule, found = gpu.judge_head(shape, *tensors), {}
-    for name in names:
-        attend = _attend(lab.find(name, device), shape)
+    for system in systems:
+        attend = _attend(system, shape)
         try:
             wrong = "; ".join(rule.verdict(attend).complaints)
             if device == "cuda":  # the whole problem: its kernels may be others than those of one head
@@ -93,7 +93,7 @@ def _complaints(shape: Shape, names: Sequence[str], dtype: torch.dtype, device: 
         except Exception as error:  # whatever a kernel's compiler throws on another GPU: the other systems still run
             wrong = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         if wrong:
-            found[name] = wrong
+            found[system.name] = wrong
     return found
 
 
