@@ -37,7 +37,7 @@ def box_view(x: Tensor, rows: int, columns: int) -> tuple[list[int], list[int], 
 
 
 @triton.jit
-def tma_start(desc, b, h, start, length, row):
+def tma_start(desc, b, h, start, length, row, column=0):
     """Where the box of the rows from `row` on lies, of a sequence at `start`, in a descriptor of `box_view`.
 
     Copies must stop at the end of the sequence. Dense tensors (batch, rows, heads, columns) say so themselves. A packed
@@ -45,9 +45,9 @@ def tma_start(desc, b, h, start, length, row):
     last of these dims ends at RAGGED: counted from there backwards by `length`, rows beyond the sequence lie outside.
     """
     if len(desc.block_type.shape) == 4:
-        return b, row, h, 0
+        return b, row, h, column
     else:
-        return RAGGED, start + length, RAGGED - length + row, h, 0
+        return RAGGED, start + length, RAGGED - length + row, h, column
 
 
 def boxable(*tensors: Tensor) -> bool:

@@ -76,7 +76,7 @@ class RowTiles:
 @gluon.jit
 def make_row_tiles(desc, number_desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     numbers = gl.allocate_shared_memory(gl.float32, [STAGES] + number_desc.block_type.shape, number_desc.layout)  # noqa: RUF005
-    return RowTiles(make_ring(desc, STAGES, CONSUMERS), numbers)
+    return RowTiles(make_ring(desc, None, STAGES, CONSUMERS), numbers)
 
 
 @aggregate

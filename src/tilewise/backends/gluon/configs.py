@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 
@@ -35,8 +35,6 @@ class ForwardConfig:
             raise ValueError(f"groups must be 2, 3 or 4, not {self.groups}")
         if self.block_n not in (64, 128):
             raise ValueError(f"block_n must be 64 or 128, not {self.block_n}")
-        if self.shares_out and self.query_stages == self.groups:
-            raise ValueError("the next item's queries come before this one's output has left")
         if self.query_stages % self.groups and self.stages > 2:
             raise ValueError("consumers that share query stages must not be more than two tiles of keys apart")
 
@@ -111,6 +109,17 @@ def padded(dim: int) -> int:
     return max(64, 1 << (dim - 1).bit_length())
 
 
+def parts(dim: int) -> tuple[int, int]:
+    """Columns of the two parts of a tile that holds a head dim; one part is enough where the second is 0."""
+    width = padded(dim)
+    return (width // 2, width // 4) if dim > 64 and 4 * dim <= 3 * width else (width, 0)
+
+
+def held(dim: int) -> int:
+    """Columns of both."""
+    return sum(parts(dim))
+
+
 SHORT = 1024  # keys
 
 # Measured on one NVIDIA H200, 2026-11-30, bf16, 16,384 tokens, hidden size 2048, causal / full; TFLOP/s. See notes.md.
@@ -126,7 +135,7 @@ def forward_config(D: int, Dv: int, max_k: int, even: bool, plain: bool) -> Forw
         even: all tiles of rows take equally long.
         plain: nothing modifies the scores, which takes registers, and keys are bounded above at most.
     """
-    dim = max(padded(D), padded(Dv))
+    dim = max(held(D), held(Dv))
     if dim == 64:
         # 512: 269 / 412, 1024: 335 / 463; three consumers 222 / 366 and 309 / 434. 16384 in documents of 1,500: 298; three
         # consumers 257, two 280.
@@ -136,13 +145,17 @@ def forward_config(D: int, Dv: int, max_k: int, even: bool, plain: bool) -> Forw
             )  # fmt: skip
         # 16384: 557 / 578. Work shared out beforehand 529 instead of 543 (4096, full): three tiles a head, 132 programs.
         return ForwardConfig(groups=3, block_n=128, stages=2, registers=160, early=False, query_stages=6)
-    if dim == 128:  # 512: 328 / 553, shared out beforehand 305 / 547; 16384: 752 / 751
+    if dim in (96, 128):  # 512: 328 / 553, shared out beforehand 305 / 547; 16384: 752 / 751
         return ForwardConfig(
             groups=2, block_n=128, stages=2, registers=240, early=True, query_stages=4, draws=not even
         )  # fmt: skip
+    if dim == 192 and parts(Dv) == (128, 0):
+        return ForwardConfig(
+            groups=2, block_n=128, stages=2, registers=240, early=True, query_stages=2, draws=not even, shares_out=True
+        )  # fmt: skip
     # 512: 352 / 557, shared out beforehand 304 / 570; with two query stages 337 / 549. 16384: 817 / 830; early off 796 / 811
     # and 240 registers 797 / 808 against 792 / 811 in another run.
-    same = padded(D) == padded(Dv)
+    same = parts(D) == parts(Dv)
     return ForwardConfig(
         groups=2, block_n=64, stages=2, registers=232, early=True, query_stages=3 if same else 2, draws=not even,
         shares_out=same,
@@ -152,12 +165,12 @@ def forward_config(D: int, Dv: int, max_k: int, even: bool, plain: bool) -> Forw
 @lru_cache(maxsize=1024)
 def listed_config(D: int, Dv: int, block_n: int) -> ForwardConfig:
     """The same for lists of tiles; `block_n`: keys of a block, a multiple of 64. All consumers visit all tiles of a list."""
-    dim = max(padded(D), padded(Dv))
-    if dim == 256:
-        return forward_config(D, Dv, block_n, False, False)
-    n = 128 if block_n % 128 == 0 else 64
-    stages = 256 // n if dim == 128 else 512 // n
-    return ForwardConfig(groups=2, block_n=n, stages=stages, registers=240, early=dim == 128, query_stages=4)
+    config = forward_config(D, Dv, block_n, False, False)
+    if max(held(D), held(Dv)) == 64:
+        config = ForwardConfig(groups=2, block_n=128, stages=4, registers=240, early=False, query_stages=4)
+    if block_n % config.block_n:
+        return replace(config, block_n=64, stages=2 * config.stages)
+    return config
 
 
 @lru_cache(maxsize=1024)

@@ -11,6 +11,8 @@ from tilewise.backends.device.descriptors import box_view
 from tilewise.backends.device.launch import tma
 from tilewise.backends.device.lower import as_rows
 
+from .configs import parts
+
 
 def as_boxes(x: Tensor) -> Tensor:
     """`x` as descriptors and the kernels around them take it: `as_rows`, aligned and without strides of 0."""
@@ -19,6 +21,12 @@ def as_boxes(x: Tensor) -> Tensor:
         return x
     # `contiguous` would leave a dim of one element with whatever stride it has.
     return as_rows(x.clone(memory_format=torch.contiguous_format))
+
+
+def parted_boxes(x: Tensor, rows: int) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+    """Descriptors of the two parts of a tile that holds all columns: see `configs.parts`."""
+    columns, tail = parts(x.shape[-1])
+    return boxes(x, rows, columns), boxes(x, rows, tail) if tail else None
 
 
 def boxes(x: Tensor, rows: int, columns: int) -> TensorDescriptor:

@@ -31,16 +31,18 @@ class Shared:
     keys: Ring
     values: Ring
     out: gl.shared_memory_descriptor
+    out_tails: gl.shared_memory_descriptor | gl.constexpr
     # Of each consumer whether there is something to `repair`; the producer's last item.
     noted: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, queue, queries, keys, values, out, noted):
+    def __init__(self, queue, queries, keys, values, out, out_tails, noted):
         self.queue = queue
         self.queries = queries
         self.keys = keys
         self.values = values
         self.out = out
+        self.out_tails = gl.constexpr(None) if out_tails is None else out_tails
         self.noted = noted
 
 
@@ -48,6 +50,26 @@ class Shared:
 def product_layout(columns):
     """Where a warpgroup's products of 64 rows lie in registers."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.jit
+def no_sums(tiles):
+    """Zeros, for sums that leave through memory like `tiles`; 0 where there are none."""
+    if tiles is None:
+        return 0
+    else:
+        COLUMNS: gl.constexpr = tiles.shape[len(tiles.shape) - 1]
+        return gl.zeros([ROWS, COLUMNS], gl.float32, product_layout(COLUMNS))
+
+
+@gluon.jit
+def start_scores(queries, copy, keys, at, BLOCK_N: gl.constexpr):
+    """Start q k^T, in one commit group for each part."""
+    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
+    s = warpgroup_mma(queries.tile(copy), keys.tile(at).permute((1, 0)), zero, use_acc=False, is_async=True)
+    if queries.tails is not None:
+        s = warpgroup_mma(queries.tail(copy), keys.tail(at).permute((1, 0)), s, is_async=True)
+    return s
 
 
 @gluon.constexpr_function
@@ -67,7 +89,6 @@ def begin(GROUP: gl.constexpr, shared, at, item, more, last, CFG: gl.constexpr):
 
     After the last item (not `more`) it is of what is left in shared memory, and for nothing.
     """
-    BLOCK_N: gl.constexpr = CFG.block_n
     keys = shared.keys
     copy = item * CFG.groups + GROUP
     if more:
@@ -75,9 +96,7 @@ def begin(GROUP: gl.constexpr, shared, at, item, more, last, CFG: gl.constexpr):
         keys.wait(at)
         shared.queries.wait(copy)
     await_turn(GROUP)
-    q, k = shared.queries.tile(copy), keys.tile(at).permute((1, 0))
-    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
-    s = warpgroup_mma(q, k, zero, use_acc=False, is_async=True)
+    s = start_scores(shared.queries, copy, keys, at, CFG.block_n)
     give_turn((GROUP + 1) % CFG.groups)
     return at, s
 
@@ -92,27 +111,62 @@ def first_weights(s, scoring, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def start_output(p, values, at, acc, tail):
+    """Start acc += p v, in one commit group for each part: (acc, tail, the operands, which are in use until it is done)."""
+    operand = left_operand(p, values.tiles.dtype, acc)
+    acc = warpgroup_mma(operand, values.tile(at), acc, is_async=True)
+    if values.tails is None:
+        return acc, tail, operand, operand
+    else:
+        tail_operand = left_operand(p, values.tiles.dtype, tail)
+        return acc, warpgroup_mma(tail_operand, values.tail(at), tail, is_async=True), operand, tail_operand
+
+
+@gluon.jit
+def await_output(values, acc, tail, operand, tail_operand):
+    """The sums of `start_output`, when they are there."""
+    if values.tails is None:
+        acc, operand = warpgroup_mma_wait(0, [acc, operand])
+    else:
+        acc, tail, operand, tail_operand = warpgroup_mma_wait(0, [acc, tail, operand, tail_operand])
+    return acc, tail
+
+
+@gluon.jit
+def left_operand(p, DTYPE: gl.constexpr, acc):
+    """p as the left operand of a product that is added to `acc`."""
+    return unpacked(p, DTYPE, gl.DotOperandLayout(0, acc.type.layout, 2))
+
+
+@gluon.jit
+def by_rows_of(x, like):
+    """One number for each row, as the rows of `like` lie in registers."""
+    return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout), assert_trivial=True)
+
+
+@gluon.jit
 def sweep(
-    GROUP: gl.constexpr, shared, at, item, j, first, full_first, full_last, q, acc, p, base, total, top, interval, visit,
-    scoring, CFG: gl.constexpr,
+    GROUP: gl.constexpr, shared, at, item, j, first, full_first, full_last, acc, tail, p, base, total, top, interval,
+    visit, scoring, CFG: gl.constexpr,
 ):  # fmt: skip
-    """Key tiles j down to `first`: s = q k^T, and acc += p v of the tile before; p = 2^(s - base), acc and total rescaled."""
-    BLOCK_N: gl.constexpr = CFG.block_n
+    """Key tiles j down to `first`: s = q k^T, and acc += p v of the tile before; p = 2^(s - base), acc and total rescaled.
+
+    `tail`: the last columns of acc, where values have tails.
+    """
     DTYPE: gl.constexpr = shared.keys.tiles.dtype
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    PARTS: gl.constexpr = 1 if shared.values.tails is None else 2
     PLAIN: gl.constexpr = visit is None and interval.left is None and interval.chunk is None and interval.low is None
     FULL: gl.constexpr = PLAIN and interval.right is None and interval.prefix is None  # but for the last tile
     keys, values = shared.keys, shared.values
-    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
+    copy = item * CFG.groups + GROUP
     while j >= first:
         keys.wait(at + 1)
         await_turn(GROUP)
-        s = warpgroup_mma(q, keys.tile(at + 1).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s = start_scores(shared.queries, copy, keys, at + 1, CFG.block_n)
         values.wait(at)
-        operand = unpacked(p, DTYPE, OPERAND)
-        acc = warpgroup_mma(operand, values.tile(at), acc, is_async=True)
+        acc, tail, operand, tail_operand = start_output(p, values, at, acc, tail)
         give_turn((GROUP + 1) % CFG.groups)
-        s = warpgroup_mma_wait(1, [s])
+        s = warpgroup_mma_wait(PARTS, [s])
         keys.free(at + 1)
         masked = False if FULL else (j >= full_last) | (j < full_first)
         s = tile_scores(GROUP, s, j, masked, shared.queue, item, interval, visit, scoring, CFG)
@@ -124,20 +178,21 @@ def sweep(
         if CFG.early:
             left = exp2_early(left)
         values.wait(at)  # it is there: without this the compiler waits for the product above, and nothing overlaps
-        acc, operand = warpgroup_mma_wait(0, [acc, operand])
+        acc, tail = await_output(values, acc, tail, operand, tail_operand)
         values.free(at)
-        acc = rescale(acc, gl.convert_layout(alpha, gl.SliceLayout(1, acc.type.layout), assert_trivial=True))
+        acc = rescale(acc, by_rows_of(alpha, acc))
+        if PARTS == 2:
+            tail = rescale(tail, by_rows_of(alpha, tail))
         if not CFG.early:
             left = gl.exp2(left)
         weights = joined(left, gl.exp2(right), s)
         sums = thread_sums(weights)
-        factor = gl.convert_layout(alpha, gl.SliceLayout(1, sums.type.layout), assert_trivial=True)
-        total = total * factor[:, None] + sums
+        total = total * by_rows_of(alpha, sums)[:, None] + sums
         p = packed(weights, DTYPE)
         base = grown
         at += 1
         j -= 1
-    return at, acc, p, base, total, top
+    return at, acc, tail, p, base, total, top
 
 
 @gluon.jit
@@ -193,8 +248,17 @@ def finish(base, total, sinks, h):
 def thread_faults(acc, row_lse):
     """NaN where what a thread holds of a row is not finite, though its lse is a number; else 0."""
     faults = thread_sums(acc * 0.0)
-    known = gl.convert_layout(row_lse, gl.SliceLayout(1, faults.type.layout), assert_trivial=True)
+    known = by_rows_of(row_lse, faults)
     return gl.where((known == known)[:, None], faults, 0.0)
+
+
+@gluon.jit
+def hand_out(desc, out, acc, norm, b, h, start, length, row, column):
+    """Have the copy engine write normalised sums."""
+    out.reshape(acc.type.shape).store((acc * by_rows_of(norm, acc)[:, None]).to(out.dtype))
+    fence_async_shared()
+    gl.thread_barrier()
+    tma.async_copy_shared_to_global(desc, tma_start(desc, b, h, start, length, row, column), out)
 
 
 @gluon.jit
@@ -208,22 +272,23 @@ def report(GROUP: gl.constexpr, faults, shared):
 
 @gluon.jit
 def write(
-    GROUP: gl.constexpr, o_desc, lse, max_logit, sinks, shared, item, acc, base, total, top, CFG: gl.constexpr
+    GROUP: gl.constexpr, o_desc, o_tail, lse, max_logit, sinks, shared, item, acc, tail, base, total, top,
+    CFG: gl.constexpr,
 ):  # fmt: skip
     """Write o, through shared memory, lse and the largest score; be done with the item. Returns its `thread_faults`."""
     queue = shared.queue
     row_lse, norm = finish(base, total, sinks, queue.word(item, H))
     faults = thread_faults(acc, row_lse)
+    if o_tail is not None:
+        faults += gl.convert_layout(thread_faults(tail, row_lse), faults.type.layout, assert_trivial=True)
     copy = item * CFG.groups + GROUP
-    out = shared.out.index(copy % shared.out.shape[0])
     LINE: gl.constexpr = row_lse.type.layout
     b, h, q_start, q_len = queue.word(item, B), queue.word(item, H), queue.word(item, Q_START), queue.word(item, Q_LEN)
     row = queue.word(item, ROW) + GROUP * ROWS
-    factor = gl.convert_layout(norm, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)
-    out.reshape(acc.type.shape).store((acc * factor[:, None]).to(out.dtype))
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(o_desc, tma_start(o_desc, b, h, q_start, q_len, row), out)
+    hand_out(o_desc, shared.out.index(copy % shared.out.shape[0]), acc, norm, b, h, q_start, q_len, row, 0)
+    if o_tail is not None:
+        out = shared.out_tails.index(copy % shared.out.shape[0])
+        hand_out(o_tail, out, tail, norm, b, h, q_start, q_len, row, acc.type.shape[1])
     index = gl.arange(0, ROWS, LINE)
     valid = row + index < q_len
     gl.store(lse + queue.word(item, LSE) + GROUP * ROWS + index, row_lse, mask=valid)
@@ -247,11 +312,9 @@ def await_item(GROUP: gl.constexpr, queue, item, interval, visit, CFG: gl.conste
 
 @gluon.jit
 def consume(
-    GROUP: gl.constexpr, o_desc, lse, max_logit, interval, visit, scoring, sinks, shared, CFG: gl.constexpr
+    GROUP: gl.constexpr, o_desc, o_tail, lse, max_logit, interval, visit, scoring, sinks, shared, CFG: gl.constexpr
 ):  # fmt: skip
     """64 rows of every tile: o = softmax(scores(q k^T)) v."""
-    BLOCK_DV: gl.constexpr = shared.out.shape[len(shared.out.shape) - 1]
-    O_LAYOUT: gl.constexpr = product_layout(BLOCK_DV)
     NO_LOW: gl.constexpr = interval.left is None and interval.chunk is None and interval.low is None
     NO_HIGH: gl.constexpr = interval.right is None and interval.prefix is None
     EARLY: gl.constexpr = begins_early(NO_LOW, NO_HIGH, visit is None, CFG)
@@ -260,7 +323,7 @@ def consume(
         give_turn(0)
     item = 0
     at = 0
-    faults = thread_sums(gl.zeros([ROWS, BLOCK_DV], gl.float32, O_LAYOUT))
+    faults = thread_sums(no_sums(shared.out))
     more, first, full_first, full_last, last = await_item(GROUP, queue, item, interval, visit, CFG)
     at, s = begin(GROUP, shared, at, item, more, last, CFG)
     s = warpgroup_mma_wait(0, [s])
@@ -270,34 +333,35 @@ def consume(
         masked = (j >= full_last) | (j < full_first)
         s = tile_scores(GROUP, s, j, masked, queue, item, interval, visit, scoring, CFG)
         p, base, total, top = first_weights(s, scoring, values.tiles.dtype)
-        acc = gl.zeros([ROWS, BLOCK_DV], gl.float32, O_LAYOUT)
-        copy = item * CFG.groups + GROUP
-        q = queries.tile(copy)
-        at, acc, p, base, total, top = sweep(
-            GROUP, shared, at, item, j - 1, first, full_first, full_last, q, acc, p, base, total, top, interval, visit,
+        acc, tail = no_sums(shared.out), no_sums(shared.out_tails)
+        at, acc, tail, p, base, total, top = sweep(
+            GROUP, shared, at, item, j - 1, first, full_first, full_last, acc, tail, p, base, total, top, interval, visit,
             scoring, CFG,
         )  # fmt: skip
         if not CFG.shares_out:
-            queries.free(copy)
+            queries.free(item * CFG.groups + GROUP)
         values.wait(at)
-        operand = unpacked(p, values.tiles.dtype, gl.DotOperandLayout(0, O_LAYOUT, 2))
-        acc = warpgroup_mma(operand, values.tile(at), acc, is_async=True)
+        acc, tail, operand, tail_operand = start_output(p, values, at, acc, tail)
         if EARLY:
             # Between this product and the next one only what the next one needs; waits for what is there keep it so.
             more, first, full_first, full_last, last = await_item(GROUP, queue, item + 1, interval, visit, CFG)
             tma.store_wait(0)  # the output before this one has left its place in shared memory
             values.wait(at)
-            acc, operand = warpgroup_mma_wait(0, [acc, operand])
+            acc, tail = await_output(values, acc, tail, operand, tail_operand)
             values.free(at)
             at, s = begin(GROUP, shared, at + 1, item + 1, more, last, CFG)
             queue.wait(item + 1)
-            faults += write(GROUP, o_desc, lse, max_logit, sinks, shared, item, acc, base, total, top, CFG)
+            faults += write(
+                GROUP, o_desc, o_tail, lse, max_logit, sinks, shared, item, acc, tail, base, total, top, CFG
+            )
         else:
             tma.store_wait(0)
-            acc, operand = warpgroup_mma_wait(0, [acc, operand])
+            acc, tail = await_output(values, acc, tail, operand, tail_operand)
             values.free(at)
             at = skip(GROUP, shared, at + 1, first - queue.word(item, FIRST), CFG)
-            faults += write(GROUP, o_desc, lse, max_logit, sinks, shared, item, acc, base, total, top, CFG)
+            faults += write(
+                GROUP, o_desc, o_tail, lse, max_logit, sinks, shared, item, acc, tail, base, total, top, CFG
+            )
             more, first, full_first, full_last, last = await_item(GROUP, queue, item + 1, interval, visit, CFG)
             at, s = begin(GROUP, shared, at, item + 1, more, last, CFG)
         item += 1

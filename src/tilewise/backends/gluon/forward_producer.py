@@ -3,7 +3,6 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from tilewise.backends.device.descriptors import tma_start
 from tilewise.backends.device.portable import kv_tile_range, work_order
 from tilewise.backends.device.rows import listed
 from tilewise.backends.device.seqinfo import NO_KEY, extremes, row_interval, sequence
@@ -84,8 +83,8 @@ def row_tile(place, tiles, heads, together, all_heads):
 
 @gluon.jit
 def produce(
-    q_desc, k_desc, v_desc, lse, counter, lengths, interval, visit, shared, heads, group, tiles, together, all_heads,
-    CFG: gl.constexpr,
+    q_desc, q_tail, k_desc, k_tail, v_desc, v_tail, lse, counter, lengths, interval, visit, shared, heads, group, tiles,
+    together, all_heads, CFG: gl.constexpr,
 ):  # fmt: skip
     """Find out what is to do, and start the copies: of keys and values the last tile first.
 
@@ -120,14 +119,13 @@ def produce(
                 last_place = place
             for n in range(last - first):
                 key = key_tile(visit, at_list, last - 1 - n, BLOCK_N)
-                shared.keys.fill(at, k_desc, tma_start(k_desc, b, h // group, k_start, k_len, key))
+                shared.keys.fill(at, k_desc, k_tail, b, h // group, k_start, k_len, key)
                 if n == 0:
                     for g in gl.static_range(GROUPS):
-                        start = tma_start(q_desc, b, h, q_start, q_len, row + g * ROWS)
-                        shared.queries.fill(item * GROUPS + g, q_desc, start)
+                        shared.queries.fill(item * GROUPS + g, q_desc, q_tail, b, h, q_start, q_len, row + g * ROWS)
                 if n == last - first - 1:
                     place = next_place(counter, place)
-                shared.values.fill(at, v_desc, tma_start(v_desc, b, h // group, k_start, k_len, key))
+                shared.values.fill(at, v_desc, v_tail, b, h // group, k_start, k_len, key)
                 at += 1
             item += 1
         else:

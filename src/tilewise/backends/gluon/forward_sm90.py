@@ -18,10 +18,10 @@ from tilewise.masks import Document
 from tilewise.tiles import cdiv
 
 from .configs import SHORT, ForwardConfig, forward_config, listed_config, options, padded
-from .descriptors import boxes
+from .descriptors import parted_boxes
 from .forward_consumer import Shared, consume
 from .forward_producer import ROWS, produce, words
-from .pipeline import barriers_ready, make_queue, make_ring
+from .pipeline import barriers_ready, make_queue, make_ring, make_tiles
 from .repair import repair_noted
 
 _launcher = Launcher()
@@ -29,8 +29,9 @@ _launcher = Launcher()
 
 @gluon.jit(do_not_specialize=["heads", "group", "tiles", "together", "all_heads", "D", "DV"])
 def forward_kernel(
-    q_desc, k_desc, v_desc, o_desc, q, k, v, o, lse, max_logit, counter, lengths, interval, visit, scoring, sinks,
-    heads, group, tiles, together, all_heads, D, DV, CFG: gl.constexpr,
+    q_desc, q_tail, k_desc, k_tail, v_desc, v_tail, o_desc, o_tail, q, k, v, o, lse, max_logit, counter, lengths, interval,
+    visit, scoring, sinks, heads, group, tiles, together, all_heads, D, DV, BLOCK_D: gl.constexpr, BLOCK_DV: gl.constexpr,
+    CFG: gl.constexpr,
 ):  # fmt: skip
     """o = softmax(scores(q k^T)) v, lse = log sum exp(scores), max_logit = max(scores).
 
@@ -38,44 +39,46 @@ def forward_kernel(
     its program had before it, or -1, in case that some are to be repaired.
     """
     GROUPS: gl.constexpr = CFG.groups
-    RANK: gl.constexpr = len(q_desc.block_type.shape)
-    queries = make_ring(q_desc, CFG.query_stages, 1)
-    keys = make_ring(k_desc, CFG.stages, GROUPS)
-    values = make_ring(v_desc, CFG.stages, GROUPS)
-    if CFG.shares_out:
-        out = queries.tiles
+    queries = make_ring(q_desc, q_tail, CFG.query_stages, 1)
+    keys = make_ring(k_desc, k_tail, CFG.stages, GROUPS)
+    values = make_ring(v_desc, v_tail, CFG.stages, GROUPS)
+    out = queries.tiles if CFG.shares_out else make_tiles(o_desc, GROUPS)
+    if o_tail is None:
+        out_tails = None
+    elif CFG.shares_out:
+        out_tails = queries.tails
     else:
-        out = gl.allocate_shared_memory(o_desc.dtype, [GROUPS] + o_desc.block_type.shape, o_desc.layout)  # noqa: RUF005
+        out_tails = make_tiles(o_tail, GROUPS)
     ITEM: gl.constexpr = words(GROUPS, visit is not None or interval.low is not None, visit is not None)
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     noted = gl.allocate_shared_memory(gl.int32, [GROUPS + 1, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for g in gl.static_range(GROUPS):
         noted.index(g).store(gl.full([1], 0, gl.int32, ONE))
-    shared = Shared(make_queue(ITEM, GROUPS), queries, keys, values, out, noted)
+    shared = Shared(make_queue(ITEM, GROUPS), queries, keys, values, out, out_tails, noted)
     barriers_ready()
     if GROUPS == 2:
         gl.warp_specialize([
-            (consume, (0, o_desc, lse.data, max_logit, interval, visit, scoring, sinks, shared, CFG)),
-            (consume, (1, o_desc, lse.data, max_logit, interval, visit, scoring, sinks, shared, CFG)),
-            (produce, (q_desc, k_desc, v_desc, lse, counter, lengths, interval, visit, shared, heads, group, tiles,
-                       together, all_heads, CFG)),
+            (consume, (0, o_desc, o_tail, lse.data, max_logit, interval, visit, scoring, sinks, shared, CFG)),
+            (consume, (1, o_desc, o_tail, lse.data, max_logit, interval, visit, scoring, sinks, shared, CFG)),
+            (produce, (q_desc, q_tail, k_desc, k_tail, v_desc, v_tail, lse, counter, lengths, interval, visit, shared, heads,
+                       group, tiles, together, all_heads, CFG)),
         ], [4, 1], [CFG.registers, CFG.producer_registers])  # fmt: skip
     elif GROUPS == 3:
         gl.warp_specialize([
-            (consume, (0, o_desc, lse.data, max_logit, interval, visit, scoring, sinks, shared, CFG)),
-            (consume, (1, o_desc, lse.data, max_logit, interval, visit, scoring, sinks, shared, CFG)),
-            (consume, (2, o_desc, lse.data, max_logit, interval, visit, scoring, sinks, shared, CFG)),
-            (produce, (q_desc, k_desc, v_desc, lse, counter, lengths, interval, visit, shared, heads, group, tiles,
-                       together, all_heads, CFG)),
+            (consume, (0, o_desc, o_tail, lse.data, max_logit, interval, visit, scoring, sinks, shared, CFG)),
+            (consume, (1, o_desc, o_tail, lse.data, max_logit, interval, visit, scoring, sinks, shared, CFG)),
+            (consume, (2, o_desc, o_tail, lse.data, max_logit, interval, visit, scoring, sinks, shared, CFG)),
+            (produce, (q_desc, q_tail, k_desc, k_tail, v_desc, v_tail, lse, counter, lengths, interval, visit, shared, heads,
+                       group, tiles, together, all_heads, CFG)),
         ], [4, 4, 1], [CFG.registers, CFG.registers, CFG.producer_registers])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, o_desc, lse.data, max_logit, interval, visit, scoring, sinks, shared, CFG)),
-            (consume, (1, o_desc, lse.data, max_logit, interval, visit, scoring, sinks, shared, CFG)),
-            (consume, (2, o_desc, lse.data, max_logit, interval, visit, scoring, sinks, shared, CFG)),
-            (consume, (3, o_desc, lse.data, max_logit, interval, visit, scoring, sinks, shared, CFG)),
-            (produce, (q_desc, k_desc, v_desc, lse, counter, lengths, interval, visit, shared, heads, group, tiles,
-                       together, all_heads, CFG)),
+            (consume, (0, o_desc, o_tail, lse.data, max_logit, interval, visit, scoring, sinks, shared, CFG)),
+            (consume, (1, o_desc, o_tail, lse.data, max_logit, interval, visit, scoring, sinks, shared, CFG)),
+            (consume, (2, o_desc, o_tail, lse.data, max_logit, interval, visit, scoring, sinks, shared, CFG)),
+            (consume, (3, o_desc, o_tail, lse.data, max_logit, interval, visit, scoring, sinks, shared, CFG)),
+            (produce, (q_desc, q_tail, k_desc, k_tail, v_desc, v_tail, lse, counter, lengths, interval, visit, shared, heads,
+                       group, tiles, together, all_heads, CFG)),
         ], [4, 4, 4, 1], [CFG.registers, CFG.registers, CFG.registers, CFG.producer_registers])  # fmt: skip
     last_place = gl.program_id(0)
     if counter is not None:
@@ -84,7 +87,7 @@ def forward_kernel(
         if gl.max(noted.index(g).load(ONE), 0) > 0:
             repair_noted(
                 q, k, v, o, lse, counter, last_place, g, lengths, interval, scoring, heads, group, tiles, together, all_heads,
-                D, DV, q_desc.block_type.shape[RANK - 1], v_desc.block_type.shape[RANK - 1], GROUPS,
+                D, DV, BLOCK_D, BLOCK_DV, GROUPS,
             )  # fmt: skip
 
 
@@ -127,15 +130,16 @@ def forward(
         config = replace(config, draws=False)
     counter = torch.full((1 + items,), 0, dtype=torch.int32, device=q.device) if config.draws else None
     descriptors = (
-        boxes(q, ROWS.value, padded(D)),
-        boxes(k, config.block_n, padded(D)),
-        boxes(v, config.block_n, padded(DV)),
-        boxes(o, ROWS.value, padded(DV)),
+        *parted_boxes(q, ROWS.value),
+        *parted_boxes(k, config.block_n),
+        *parted_boxes(v, config.block_n),
+        *parted_boxes(o, ROWS.value),
     )
     args = (
         *descriptors, strided(q), strided(k), strided(v), strided(o), per_row(lse), max_logit if asked else None, counter,
         call.lengths, call.interval, visit(call, config.block_m, config.block_n), call.scoring, call.sinks, call.H, G, tiles,
-        heads_together(call, call.lengths.max_k, k, v, G), call.B * call.H, D, DV, config,
+        heads_together(call, call.lengths.max_k, k, v, G), call.B * call.H, D, DV, padded(D), padded(DV),
+        config,
     )  # fmt: skip
     key = (call.kind, layout_key(q, k, v), config)
     _launcher.start(forward_kernel, key, min(items, programs), args, options(config))

@@ -11,6 +11,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.core import _aggregate as aggregate
 
+from tilewise.backends.device.descriptors import tma_start
+
 FIRST_TURN = gl.constexpr(8)  # named barriers: Triton itself takes those of the lowest numbers, one for each partition
 QUEUED = gl.constexpr(3)  # work items on their way from producer to consumers
 
@@ -24,31 +26,51 @@ def make_barriers(NUMBER: gl.constexpr, ARRIVALS: gl.constexpr):
     return barriers
 
 
+@gluon.jit
+def matrix_at(tiles, at):
+    """The tile of copy `at` as a matrix."""
+    STAGES: gl.constexpr = tiles.shape[0]
+    ROWS: gl.constexpr = tiles.shape[len(tiles.shape) - 3]
+    COLUMNS: gl.constexpr = tiles.shape[len(tiles.shape) - 1]
+    return tiles.index(at % STAGES).reshape([ROWS, COLUMNS])
+
+
 @aggregate
 class Ring:
     """Stages in shared memory, each the tile of one copy, with barriers that say "full" and "empty".
 
-    Copies are counted: copy number `at` lies in stage ``at % stages`` and waits until copy ``at - stages`` is freed.
+    Copies are counted: copy number `at` lies in stage ``at % stages`` and waits until copy ``at - stages`` is freed. Tiles as
+    wide as no power of two are in two parts: the last columns are `tails`, else None.
     """
 
     tiles: gl.shared_memory_descriptor
+    tails: gl.shared_memory_descriptor | gl.constexpr
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, tiles, full, empty):
+    def __init__(self, tiles, tails, full, empty):
         self.tiles = tiles
+        self.tails = gl.constexpr(None) if tails is None else tails
         self.full = full
         self.empty = empty
 
     @gluon.jit
-    def fill(self, at, desc, start):
-        """Producer: once the stage is free, start the copy of the box of `desc` at `start`."""
+    def fill(self, at, desc, tail_desc, b, h, start, length, row):
+        """Producer: once the stage is free, start the copy of the rows from `row` on (`tma_start`)."""
         STAGES: gl.constexpr = self.tiles.shape[0]
         stage = at % STAGES
+        full = self.full.index(stage)
         mbarrier.wait(self.empty.index(stage), ((at // STAGES) & 1) ^ 1)
-        mbarrier.expect(self.full.index(stage), desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(desc, start, self.full.index(stage), self.tiles.index(stage))
+        if tail_desc is None:
+            mbarrier.expect(full, desc.block_type.nbytes)
+        else:
+            mbarrier.expect(full, desc.block_type.nbytes + tail_desc.block_type.nbytes)
+            place = tma_start(
+                tail_desc, b, h, start, length, row, desc.block_type.shape[len(desc.block_type.shape) - 1]
+            )
+            tma.async_copy_global_to_shared(tail_desc, place, full, self.tails.index(stage))
+        tma.async_copy_global_to_shared(desc, tma_start(desc, b, h, start, length, row), full, self.tiles.index(stage))
 
     @gluon.jit
     def wait(self, at):
@@ -59,10 +81,12 @@ class Ring:
     @gluon.jit
     def tile(self, at):
         """Copy `at` as a matrix (rows, columns)."""
-        STAGES: gl.constexpr = self.tiles.shape[0]
-        ROWS: gl.constexpr = self.tiles.shape[len(self.tiles.shape) - 3]
-        COLUMNS: gl.constexpr = self.tiles.shape[len(self.tiles.shape) - 1]
-        return self.tiles.index(at % STAGES).reshape([ROWS, COLUMNS])
+        return matrix_at(self.tiles, at)
+
+    @gluon.jit
+    def tail(self, at):
+        """Its last columns."""
+        return matrix_at(self.tails, at)
 
     @gluon.jit
     def free(self, at):
@@ -72,10 +96,20 @@ class Ring:
 
 
 @gluon.jit
-def make_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """A ring of boxes of a tensor descriptor, each freed by so many consumers."""
-    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)  # noqa: RUF005  no stars in kernels
-    return Ring(tiles, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS))
+def make_tiles(desc, STAGES: gl.constexpr):
+    """Memory for so many boxes of a tensor descriptor."""
+    return gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)  # noqa: RUF005  no stars in kernels
+
+
+@gluon.jit
+def make_ring(desc, tail_desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """A ring of boxes of a tensor descriptor, or of two, each freed by so many consumers."""
+    tiles = make_tiles(desc, STAGES)
+    if tail_desc is None:
+        return Ring(tiles, None, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS))
+    else:
+        tails = make_tiles(tail_desc, STAGES)
+        return Ring(tiles, tails, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS))
 
 
 @gluon.constexpr_function
