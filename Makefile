@@ -12,7 +12,7 @@ BIN        := $(VENV)/bin
 STAMP      := $(VENV)/.installed
 PIP        := $(BIN)/pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-gpu lint types tests browser report triton fuzz clean
+.PHONY: demo test test-gpu lint types tests browser report triton triton-newest fuzz clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/tilewise demo
 
-test: lint types tests triton
+test: lint types tests triton triton-newest
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -65,6 +65,18 @@ triton: $(TRITON_VENV)/.installed
 	$(TRITON_PYTEST) tests/triton_lanes/test_compile.py tests/triton_lanes/test_gluon_*.py tests/triton_lanes/test_replay.py \
 		tests/triton_lanes/test_lab.py tests/triton_lanes/test_lower.py
 
+# And that kernels for Hopper compile with the newest Triton that was looked at.
+NEWEST_VENV := $(VENV)-newest
+
+$(NEWEST_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(NEWEST_VENV)
+	$(NEWEST_VENV)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(NEWEST_VENV)/bin/pip install --quiet --disable-pip-version-check triton==3.9.0 pytest pytest-xdist hypothesis -e .
+	touch $@
+
+triton-newest: $(NEWEST_VENV)/.installed
+	$(NEWEST_VENV)/bin/pytest -n 2 --rootdir tests/triton_lanes --confcutdir tests/triton_lanes tests/triton_lanes/test_gluon_*.py
+
 # On a machine with a GPU, with the torch that is installed there (and pytest, pytest-xdist, hypothesis): everything that has
 # to hold on it, into one report. Interrupted or called again for the same source, it goes on with what has not passed.
 GPU_REPORT ?= benchmarks/results/tests-gpu.json
@@ -94,4 +106,4 @@ fuzz: $(STAMP)
 	TILEWISE_FUZZ=$(FUZZ) $(BIN)/pytest tests/test_fuzz.py
 
 clean:
-	rm -rf $(VENV) $(TRITON_VENV) runs demo build
+	rm -rf $(VENV) $(TRITON_VENV) $(NEWEST_VENV) runs demo build

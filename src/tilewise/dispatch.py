@@ -91,7 +91,7 @@ def _no_gluon() -> str | None:
     except importlib.metadata.PackageNotFoundError:  # PyTorch's nightly builds bring it under another name
         version = "one of unknown version"
     if not version.startswith(GLUON_VERSION + "."):
-        return f"its kernels are written for Triton {GLUON_VERSION}, found {version}"
+        return f"its kernels were tuned and run with Triton {GLUON_VERSION} (they compile with 3.9), found {version}"
     if not torch.cuda.is_available() or torch.version.cuda is None:
         return "there is no NVIDIA GPU"
     found = [_not_hopper(i) for i in range(torch.cuda.device_count())]

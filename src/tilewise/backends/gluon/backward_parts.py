@@ -1,10 +1,8 @@
 """What the backward kernels for Hopper share: memory, the producer, the order of work, scores of a transposed tile."""
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
 from tilewise.backends.device.descriptors import tma_start
@@ -14,13 +12,7 @@ from tilewise.backends.device.seqinfo import sequence
 
 from .backward_rows import sum_row
 from .pipeline import Ring, await_turn, make_barriers, make_ring
-
-
-@builtin
-def add_to(desc, start, tile, _semantic=None):
-    """Have the copy engine add a tile in shared memory to the box of `desc` at `start`. Triton 3.6 has no name for it."""
-    start = _semantic._convert_to_ir_values(start, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, start, tile.handle)
+from .versions import copy_in
 
 
 @gluon.jit
@@ -62,8 +54,8 @@ class RowTiles:
         full = self.ring.full.index(stage)
         mbarrier.wait(self.ring.empty.index(stage), ((at // STAGES) & 1) ^ 1)
         mbarrier.expect(full, desc.block_type.nbytes + number_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(desc, start, full, self.ring.tiles.index(stage))
-        tma.async_copy_global_to_shared(number_desc, [row], full, self.numbers.index(stage))
+        copy_in(desc, start, full, self.ring.tiles.index(stage))
+        copy_in(number_desc, [row], full, self.numbers.index(stage))
 
     @gluon.jit
     def number(self, at, FIRST: gl.constexpr, LIKE: gl.constexpr):
@@ -160,12 +152,8 @@ def produce(
     if j * BLOCK_N < k_len:
         full = shared.keys_full.index(0)
         mbarrier.expect(full, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(
-            k_desc, tma_start(k_desc, b, hkv, k_start, k_len, j * BLOCK_N), full, shared.k.index(0)
-        )
-        tma.async_copy_global_to_shared(
-            v_desc, tma_start(v_desc, b, hkv, k_start, k_len, j * BLOCK_N), full, shared.v.index(0)
-        )
+        copy_in(k_desc, tma_start(k_desc, b, hkv, k_start, k_len, j * BLOCK_N), full, shared.k.index(0))
+        copy_in(v_desc, tma_start(v_desc, b, hkv, k_start, k_len, j * BLOCK_N), full, shared.v.index(0))
         at = 0
         for h in range(hkv * call.group, (hkv + 1) * call.group):
             row = sum_row(lengths, b, h, q_start, call)

@@ -16,6 +16,7 @@ from .backward_parts import broken_sums, key_tile, make_shared, masked_tile, mee
 from .backward_rows import UNSPECIALIZED, Shape, sum_row
 from .backward_steps import KEYS, narrow_step, wide_step
 from .pipeline import barriers_ready
+from .versions import copy_out, reinterpreted, thread_barrier
 
 
 @gluon.jit
@@ -39,23 +40,23 @@ def step(
 def write(desc, start, tile):
     """Let the copy engine write a tile in shared memory; it leaves out what lies beyond the tensor."""
     fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(desc, start, tile)
+    thread_barrier()
+    copy_out(desc, start, tile)
 
 
 @gluon.jit
 def write_narrow(GROUP: gl.constexpr, shared, dk, dv, dk_desc, dv_desc, b, hkv, k_start, k_len, key):
     """Each consumer has its own keys, and where dq was the memory for one sum at a time."""
     DTYPE: gl.constexpr = shared.q.ring.tiles.dtype
-    staging = shared.dq.index(GROUP)._reinterpret(DTYPE, dk_desc.block_type.shape, dk_desc.layout)
+    staging = reinterpreted(shared.dq.index(GROUP), DTYPE, dk_desc.block_type.shape, dk_desc.layout)
     matrix = staging.reshape([dk.type.shape[0], dk.type.shape[1]])
     start = tma_start(dk_desc, b, hkv, k_start, k_len, key + GROUP * KEYS)
     tma.store_wait(0)
-    gl.thread_barrier()
+    thread_barrier()
     matrix.store(dk.to(DTYPE))
     write(dk_desc, start, staging)
     tma.store_wait(0)
-    gl.thread_barrier()
+    thread_barrier()
     matrix.store(dv.to(DTYPE))
     write(dv_desc, start, staging)
     tma.store_wait(0)

@@ -12,8 +12,9 @@ from tilewise.backends.device.scoremods import in_pattern, scores
 from tilewise.backends.device.seqinfo import key_interval
 from tilewise.backends.device.structs import Rows
 
-from .backward_parts import add_to, columns_of, meet, unknown_zero
+from .backward_parts import columns_of, meet, unknown_zero
 from .registers import halves, joined, keep_columns
+from .versions import add_to, reinterpreted, thread_barrier
 
 NO_ROW = gl.constexpr(2**31 - 1)  # larger than every row
 KEYS = gl.constexpr(64)  # of one consumer: the rows of one warpgroup's products
@@ -151,7 +152,7 @@ def hand_in(dq, staging, dq_desc, start):
     """Add a share of dq to the sum in global memory."""
     staging.store(dq)
     fence_async_shared()
-    gl.thread_barrier()
+    thread_barrier()
     add_to(dq_desc, start, staging)
 
 
@@ -194,8 +195,8 @@ def wide_step(
     dv, dq, dk = warpgroup_mma_wait(0, [dv, dq, dk])
     meet()  # nobody reads these rows any more
     if GROUP == 0:
-        staging = q._reinterpret(gl.float32, dq_desc.block_type.shape, dq_desc.layout)
+        staging = reinterpreted(q, gl.float32, dq_desc.block_type.shape, dq_desc.layout)
     else:
-        staging = do._reinterpret(gl.float32, dq_desc.block_type.shape, dq_desc.layout)
+        staging = reinterpreted(do, gl.float32, dq_desc.block_type.shape, dq_desc.layout)
     hand_in(dq, staging, dq_desc, [dq_row, GROUP * PART])
     return dk, dv

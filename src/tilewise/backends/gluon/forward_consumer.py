@@ -17,6 +17,7 @@ from .forward_producer import FIRST, K_LEN, LAST, LSE, Q_LEN, Q_START, ROW, ROWS
 from .forward_scores import tile_scores
 from .pipeline import Queue, Ring, all_written, await_turn, give_turn
 from .registers import exp2_early, halves, joined, packed, rescale, thread_sums, unpacked
+from .versions import copy_out, thread_barrier
 
 LOWEST = gl.constexpr(-3.0e38)  # a finite start of the maximum: differences with it are never NaN
 SLACK = gl.constexpr(8.0)  # p may grow to 2^8 before the sums are rescaled
@@ -257,8 +258,8 @@ def hand_out(desc, out, acc, norm, b, h, start, length, row, column):
     """Have the copy engine write normalised sums."""
     out.reshape(acc.type.shape).store((acc * by_rows_of(norm, acc)[:, None]).to(out.dtype))
     fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(desc, tma_start(desc, b, h, start, length, row, column), out)
+    thread_barrier()
+    copy_out(desc, tma_start(desc, b, h, start, length, row, column), out)
 
 
 @gluon.jit

@@ -8,10 +8,12 @@ No `from __future__ import annotations` here: aggregates check their fields agai
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.core import _aggregate as aggregate
 
 from tilewise.backends.device.descriptors import tma_start
+
+from .versions import copy_in
 
 FIRST_TURN = gl.constexpr(8)  # named barriers: Triton itself takes those of the lowest numbers, one for each partition
 QUEUED = gl.constexpr(3)  # work items on their way from producer to consumers
@@ -69,8 +71,8 @@ class Ring:
             place = tma_start(
                 tail_desc, b, h, start, length, row, desc.block_type.shape[len(desc.block_type.shape) - 1]
             )
-            tma.async_copy_global_to_shared(tail_desc, place, full, self.tails.index(stage))
-        tma.async_copy_global_to_shared(desc, tma_start(desc, b, h, start, length, row), full, self.tiles.index(stage))
+            copy_in(tail_desc, place, full, self.tails.index(stage))
+        copy_in(desc, tma_start(desc, b, h, start, length, row), full, self.tiles.index(stage))
 
     @gluon.jit
     def wait(self, at):
