@@ -149,7 +149,7 @@ def forward_config(D: int, Dv: int, max_k: int, even: bool, plain: bool) -> Forw
         return ForwardConfig(
             groups=2, block_n=128, stages=2, registers=240, early=True, query_stages=4, draws=not even
         )  # fmt: skip
-    if dim == 192 and parts(Dv) == (128, 0):
+    if dim == 192 and parts(Dv) == (128, 0):  # 16384: 806 / 818
         return ForwardConfig(
             groups=2, block_n=128, stages=2, registers=240, early=True, query_stages=2, draws=not even, shares_out=True
         )  # fmt: skip
@@ -164,7 +164,10 @@ def forward_config(D: int, Dv: int, max_k: int, even: bool, plain: bool) -> Forw
 
 @lru_cache(maxsize=1024)
 def listed_config(D: int, Dv: int, block_n: int) -> ForwardConfig:
-    """The same for lists of tiles; `block_n`: keys of a block, a multiple of 64. All consumers visit all tiles of a list."""
+    """The same for lists of tiles; `block_n`: keys of a block, a multiple of 64. All consumers visit all tiles of a list.
+
+    So rows of a tile should be those of one block: at D64, 16384, butterfly of 128 x 128, two consumers 439, three 178.
+    """
     config = forward_config(D, Dv, block_n, False, False)
     if max(held(D), held(Dv)) == 64:
         config = ForwardConfig(groups=2, block_n=128, stages=4, registers=240, early=False, query_stages=4)
