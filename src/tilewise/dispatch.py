@@ -14,7 +14,7 @@ import torch
 
 from tilewise.backends.base import FEATURES, Backend, Capabilities, Composite
 from tilewise.problem import DTYPES, MAX_HEAD_DIM, Problem
-from tilewise.tiles import DECODE_ROWS
+from tilewise.tiles import DECODE_ROWS, MANY_KEYS, packs
 
 Asked = TypeVar("Asked", bound=Callable[..., Any])
 
@@ -72,7 +72,7 @@ def _load_triton() -> Backend:
     return triton.TritonBackend()
 
 
-MANY_KEYS = 8  # for each of a few rows: those of a decoding step
+MULTIPROCESSORS = 132  # of a Hopper GPU
 BLOCK_KEYS = 64  # the least that a tile of keys has
 GLUON_VERSION = "3.6"  # of Triton: the language has changed in every release since
 
@@ -121,7 +121,10 @@ def _gluon_lacks(problem: Problem) -> str | None:
     if max(problem.total_q * problem.H, 2 * problem.total_k) >= 2**31:
         return "rows and keys are too many for 32-bit numbers"
     rows = problem.Sq * problem.G
-    if rows <= DECODE_ROWS and problem.Sk >= MANY_KEYS * rows:
+    packed = max(problem.D, problem.Dv) <= 128 and packs(
+        problem.B, problem.H, problem.G, problem.Sq, problem.Sk, MULTIPROCESSORS
+    )
+    if packed or (rows <= DECODE_ROWS and problem.Sk >= MANY_KEYS * rows):
         return f"{rows} rows share {problem.Sk} keys, which triton divides among programs"
     if problem.D % 8 or problem.Dv % 8:
         return f"head dims {problem.D}, {problem.Dv} are not multiples of 8"

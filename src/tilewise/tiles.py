@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 PART_TILES, MERGE_TILES = 2, 8  # what a part of the keys, and merging parts, costs besides
 DECODE_ROWS = 64  # of one sequence and kv head, up to which a tile of rows walks the keys in parts
+OWN_ROWS = 128  # of a tile of one head
+MANY_KEYS = 8  # for each row, from which on dividing keys among programs pays
 
 
 class TileRange(NamedTuple):
@@ -55,6 +57,17 @@ def splits(tiles, programs, slots):
         return busy + (parts > 1) * MERGE_TILES * slots
 
     return min(range(1, most + 1), key=time)
+
+
+def packs(sequences, heads, group, rows, keys, slots):
+    """Whether tiles of all `group` heads that share keys, in parts of the keys, are faster than tiles of one head each.
+
+    A program takes as long for a packed tile as for one of a single head's rows, full or not, of twice the rows; but
+    parts of the keys are shared out evenly among `slots` programs.
+    """
+    packed = sequences * (heads // group) * cdiv(rows * group, DECODE_ROWS)
+    own = cdiv(sequences * heads * cdiv(rows, OWN_ROWS), slots)
+    return keys >= MANY_KEYS * rows * group and 2 * packed <= slots * own
 
 
 def work_order(place, tiles, heads, together):

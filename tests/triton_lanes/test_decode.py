@@ -36,7 +36,7 @@ def split_into(monkeypatch):
     """Makes every call of the backend a decode call with so many parts."""
 
     def force(splits):
-        monkeypatch.setattr(backend, "decodes", lambda call, group: True)
+        monkeypatch.setattr(backend, "decodes", lambda call, group, dim: True)
         monkeypatch.setattr(backend, "decode", lambda q, k, v, call: decode(q, k, v, call, _config(splits)))
 
     return force
@@ -100,11 +100,14 @@ def test_infinite_values_reach_the_rows_that_see_them(split_into):
 def test_which_calls_it_takes(monkeypatch):
     monkeypatch.setattr(configs, "multiprocessors", lambda device: 132)
 
-    def takes(B, Sq, Sk, H, Hkv):
+    def takes(B, Sq, Sk, H, Hkv, D=16):
         q, k = torch.empty(B, Sq, H, 16), torch.empty(B, Sk, Hkv, 16)
-        return configs.decodes(_call(q, k, k), H // Hkv)
+        return configs.decodes(_call(q, k, k), H // Hkv, D)
 
     assert takes(16, 1, 4096, 32, 8)
     assert takes(1, 16, 4096, 8, 8)
     assert not takes(64, 16, 4096, 16, 16)  # programs enough
-    assert not takes(1, 128, 4096, 32, 8)  # tiles of rows of their own
+    assert takes(1, 128, 4096, 32, 8)  # each head's rows would be 32 programs
+    assert not takes(1, 128, 4096, 32, 8, D=256)
+    assert not takes(1, 128, 2048, 32, 8)  # keys are few
+    assert not takes(4, 64, 16384, 32, 8)  # programs enough

@@ -15,7 +15,8 @@ from tilewise.spec import BoundSpec
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, call: Lowered) -> tuple[Tensor, Tensor, Tensor]:
-    return (decode if decodes(call, q.shape[-2] // k.shape[-2]) else forward)(q, k, v, call)
+    group, dim = q.shape[-2] // k.shape[-2], max(q.shape[-1], v.shape[-1])
+    return (decode if decodes(call, group, dim) else forward)(q, k, v, call)
 
 
 class TritonBackend:

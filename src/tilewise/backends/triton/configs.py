@@ -14,7 +14,7 @@ from tilewise.backends.device.descriptors import boxable, boxes
 from tilewise.backends.device.lower import Lowered
 from tilewise.backends.device.order import multiprocessors
 from tilewise.backends.device.precision import tf32_allowed
-from tilewise.tiles import DECODE_ROWS, cdiv, splits
+from tilewise.tiles import DECODE_ROWS, cdiv, packs, splits
 
 BARRIERS = 2048  # bytes of shared memory beside the tiles
 
@@ -225,10 +225,16 @@ def traits(call: Lowered) -> tuple[int, bool, bool]:
 RESIDENT = 2
 
 
-def decodes(call: Lowered, group: int) -> bool:
-    """Whether a call is for the decode kernel: few rows, and heads that share keys or too few programs otherwise."""
-    few = call.lengths.max_q * group <= DECODE_ROWS
-    return few and (group > 1 or call.B * call.H < RESIDENT * multiprocessors(call.device))
+def decodes(call: Lowered, group: int, dim: int) -> bool:
+    """Whether a call is for the decode kernel: few rows, and heads that share keys or too few programs otherwise.
+
+    Or more rows of up to 128 columns, 16K keys, 32/8 heads; us, and those of the ordinary kernel: 1 sequence of 32 rows 53,
+    179; of 64 87, 180; of 128 138, 180; 4 sequences of 16 rows 102, 182; of 32 141, 182; of 64 186, 182.
+    """
+    rows, slots = call.lengths.max_q, multiprocessors(call.device)
+    if rows * group > DECODE_ROWS:
+        return dim <= 128 and packs(call.B, call.H, group, rows, call.reach, slots)
+    return group > 1 or call.B * call.H < RESIDENT * slots
 
 
 def decode_config(
