@@ -101,6 +101,10 @@ def compiling_for(target: str) -> Iterator[list]:
     for name, fact in (("shared_memory", SHARED_BYTES[target]), ("multiprocessors", 132)):
         kept.append((configs, name, getattr(configs, name)))
         setattr(configs, name, lambda _, fact=fact: fact)
+    lowering = importlib.import_module("tilewise.backends.device.lower")
+    kept.append((lowering, "_has_tanh", lowering._has_tanh))
+    lowering._has_tanh = lambda _: target.startswith("sm_")
+    lowering._lower_bare.cache_clear()
     configs.forward_config.cache_clear()
     configs.backward_configs.cache_clear()
     configs._decode_tiles.cache_clear()
@@ -110,6 +114,7 @@ def compiling_for(target: str) -> Iterator[list]:
     finally:
         for module, attribute, original in kept:
             setattr(module, attribute, original)
+        lowering._lower_bare.cache_clear()
         if before is not None:
             driver.set_active(before)
 
@@ -198,6 +203,19 @@ def spilled_bytes(kernel) -> int:
 def serialized(kernel) -> list[str]:
     """Where ptxas gave up on overlapping the products of a kernel with other work (its notes C7510 and up)."""
     return re.findall(r".*\(C75\d\d\).*", _assembled(kernel)[0])
+
+
+def longest_chain(instructions: list[str], operation: str) -> int:
+    """The most instructions of one kind of which each needs the result of another."""
+    length = {}  # of the chain that ends in a register
+    longest = 0
+    for instruction in instructions:
+        if found := re.match(r"(?:@\S+ )?(\S+) +(R\d+),(.*)", instruction):
+            name, target, sources = found.groups()
+            before = max((length.get(source, 0) for source in re.findall(r"R\d+", sources)), default=0)
+            length[target] = before + 1 if name.startswith(operation) else 0
+            longest = max(longest, length[target])
+    return longest
 
 
 def product_loops(kernel) -> list[list[str]]:

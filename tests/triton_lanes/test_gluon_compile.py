@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from compiling import SHARED_BYTES, TUNED, compile_hopper, product_loops, serialized, spilled_bytes
+from compiling import SHARED_BYTES, TUNED, compile_hopper, longest_chain, product_loops, serialized, spilled_bytes
 
 from tilewise.backends.gluon.descriptors import as_boxes, boxes
 from tilewise.testing import Case, make_inputs
@@ -56,6 +56,7 @@ def test_hopper_kernels_compile(case, monkeypatch, tmp_path):
         assert not [x for x in loop if "STL" in x]
         assert sum("LDL" in x for x in loop) <= 2
         assert sum("WARPGROUP.DEPBAR" in x for x in loop) <= 2  # the kernel's own two waits for products, no more
+        assert longest_chain(loop, "FMNMX") <= 12  # 17 or 33 where each column waits for the one before
 
 
 def test_a_dim_of_one_element_may_have_any_stride():

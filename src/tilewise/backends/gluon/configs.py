@@ -143,7 +143,8 @@ def forward_config(D: int, Dv: int, max_k: int, even: bool, plain: bool) -> Forw
             return ForwardConfig(
                 groups=4, block_n=64, stages=4, registers=112, early=False, query_stages=8, draws=False
             )  # fmt: skip
-        # 16384: 557 / 578. Work shared out beforehand 529 instead of 543 (4096, full): three tiles a head, 132 programs.
+        # 4096: 499 / 552, with 4 stages or 3 query stages within 1%; 16384: 557 / 578. Work shared out beforehand 529 instead
+        # of 543 (4096, full): three tiles a head, 132 programs.
         return ForwardConfig(groups=3, block_n=128, stages=2, registers=160, early=False, query_stages=6)
     if dim in (96, 128):  # 512: 328 / 553, shared out beforehand 305 / 547; 16384: 752 / 751
         return ForwardConfig(

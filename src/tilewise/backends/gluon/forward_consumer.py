@@ -16,7 +16,7 @@ from tilewise.tiles import TileRange
 from .forward_producer import FIRST, K_LEN, LAST, LSE, Q_LEN, Q_START, ROW, ROWS, SHIFT, SPAN, WORDS, B, H, tile_range
 from .forward_scores import tile_scores
 from .pipeline import Queue, Ring, all_written, await_turn, give_turn
-from .registers import exp2_early, halves, joined, packed, rescale, thread_sums, unpacked
+from .registers import exp2_early, halves, joined, packed, rescale, row_tops, thread_sums, unpacked
 from .versions import copy_out, thread_barrier
 
 LOWEST = gl.constexpr(-3.0e38)  # a finite start of the maximum: differences with it are never NaN
@@ -105,7 +105,7 @@ def begin(GROUP: gl.constexpr, shared, at, item, more, last, CFG: gl.constexpr):
 @gluon.jit
 def first_weights(s, scoring, DTYPE: gl.constexpr):
     """(p, base, total, top) of the scores of one tile alone."""
-    top = gl.max(s, 1) * scoring.factor
+    top = row_tops(s) * scoring.factor
     base = gl.maximum(top, LOWEST)
     weights = gl.exp2(s * scoring.factor - base[:, None])
     return packed(weights, DTYPE), base, thread_sums(weights), top
@@ -171,7 +171,7 @@ def sweep(
         keys.free(at + 1)
         masked = False if FULL else (j >= full_last) | (j < full_first)
         s = tile_scores(GROUP, s, j, masked, shared.queue, item, interval, visit, scoring, CFG)
-        highest = gl.max(s, 1) * scoring.factor
+        highest = row_tops(s) * scoring.factor
         top = gl.maximum(top, highest)
         grown = gl.where(highest > base + SLACK, highest, base)
         alpha = gl.exp2(base - grown)

@@ -30,6 +30,16 @@ def joined(left, right, like):
 
 
 @gluon.jit
+def row_tops(x):
+    """The largest number of each row: first of every four columns, for in a chain over all of them each waits for the last."""
+    left, right = halves(x)
+    first, second = halves(left)
+    third, fourth = halves(right)
+    tops = gl.max(gl.maximum(gl.maximum(first, second), gl.maximum(third, fourth)), 1)
+    return gl.convert_layout(tops, gl.SliceLayout(1, x.type.layout), assert_trivial=True)
+
+
+@gluon.jit
 def thread_sums(x):
     """Sums of rows over what each thread holds of them, (rows, 4): `gl.sum` over these is the sum of the row."""
     ROWS: gl.constexpr = x.type.shape[0]
