@@ -165,6 +165,7 @@ DECODE = [
     Case("decode_one_query", Sq=1, Sk=400, H=8, Hkv=2, D=64),
     Case("decode_causal", Sq=4, Sk=333, H=6, Hkv=2, D=40, mask=(CAUSAL,), poison=True),
     Case("decode_mqa", B=1, Sq=3, Sk=260, H=20, Hkv=1, D=32, mask=(CAUSAL,)),
+    Case("decode_two_tiles", B=1, Sq=24, Sk=800, H=8, Hkv=2, D=32, mask=(CAUSAL,), poison=True),
     Case("decode_top_left", Sq=9, Sk=300, D=32, mask=(TOP_LEFT,), poison=True),
     Case("decode_window", Sq=2, Sk=500, H=4, Hkv=2, D=32, mask=(("window", 70, 0),), poison=True),
     Case("decode_chunk", Sq=5, Sk=310, H=4, Hkv=2, D=32, mask=(("chunk", 64), ("prefix", 290)), poison=True),

@@ -237,6 +237,7 @@ def test_bhsd_refuses_a_wrong_rank(no_kernels):
         (((1, 2**15, 2**16, 8), (1, 8, 2, 8)), {}, "too many"),
         (((1, 8, 2, 64), (1, 8, 2, 64)), {"mask": Blocks(_t(1, 1, dtype=torch.bool), 64, 32)}, "32 keys, not a"),
         (((1, 8, 2, 512), (1, 8, 2, 512)), {}, "exceed 256"),
+        (((1, 64, 32, 64), (1, 4096, 8, 64)), {}, "256 rows share 4096 keys"),
         (((1, 8, 2, 64), (1, 8, 2, 64)), {"dropout_p": 0.1}, "no dropout"),
     ],
 )

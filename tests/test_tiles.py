@@ -2,7 +2,7 @@
 
 import pytest
 
-from tilewise.tiles import splits, work_order
+from tilewise.tiles import packs, splits, work_order
 
 
 @pytest.mark.parametrize("slots", [1, 7, 132])
@@ -15,6 +15,13 @@ def test_splits(programs, slots):
             assert parts == 1
         elif tiles >= 100 * slots:
             assert programs * parts >= 0.95 * slots
+
+
+def test_packs():
+    """As measured on an H200: 16K keys, 32 heads over 8."""
+    taken = {(B, Sq): packs(B, 32, 4, Sq, 16384, 132) for B in (1, 4) for Sq in (16, 64, 128)}
+    assert taken == {(1, 16): True, (1, 64): True, (1, 128): True, (4, 16): True, (4, 64): False, (4, 128): False}
+    assert not packs(1, 32, 4, 128, 4000, 132)
 
 
 @pytest.mark.parametrize("together", [1, 3, 100])
