@@ -41,6 +41,12 @@ def test_plain_calls_compile(target):
     _fits(compile_call(make_inputs(PLAIN[0], torch.bfloat16), target), target)
 
 
+@pytest.mark.parametrize("target", TARGETS)
+def test_wide_heads_compile(target):
+    case = Case("wide", Sq=512, H=1, D=256, mask=(CAUSAL,))
+    _fits(compile_call(make_inputs(case, torch.bfloat16), target), target)
+
+
 def test_a_sound_assembler_makes_the_code():
     """ptxas 12.8 addresses operands of Hopper's products wrongly (`assembler`): PTX 8.7 is its newest language."""
     assert tuple(map(int, sound_ptxas().version.split("."))) >= (12, 9)

@@ -16,7 +16,11 @@ from tilewise.backends.device.order import multiprocessors
 from tilewise.backends.device.precision import tf32_allowed
 from tilewise.tiles import DECODE_ROWS, cdiv, packs, splits
 
+HOPPER, BLACKWELL = 90, 100
 BARRIERS = 2048  # bytes of shared memory beside the tiles
+OPERANDS = (
+    32 << 10
+)  # the same on Blackwell, whose matrix units take p and ds from memory: what compiled kernels had at most
 
 
 @dataclass(frozen=True)
@@ -49,17 +53,17 @@ class DecodeConfig(Config):
 def options(config: Config) -> dict[str, int]:
     """What Triton's launcher is told."""
     told = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    if config.registers is not None and _limits_registers():
+    if config.registers is not None and _arch() == HOPPER:  # where limits were measured; others have other matrix units
         told["maxnreg"] = config.registers
     return told
 
 
-def _limits_registers() -> bool:
-    """Limits were measured on Hopper; others have other matrix units, and only NVIDIA's compiler takes one."""
+def _arch() -> int:
+    """Of an NVIDIA GPU, see HOPPER; 0 for others."""
     if triton.knobs.runtime.interpret:
-        return False
+        return 0
     target = triton.runtime.driver.active.get_current_target()
-    return target.backend == "cuda" and target.arch == 90
+    return target.arch if target.backend == "cuda" else 0
 
 
 def streamed(config: Config, rows: int, x: Tensor, y: Tensor) -> tuple[Any, Any]:
@@ -109,9 +113,10 @@ def fitted(config: Config, owned: int, streamed: int, by_rows: bool, limit: int)
         by_rows: see config.
         limit: see `shared_memory`.
     """
+    beside = BARRIERS + (OPERANDS if _arch() >= BLACKWELL else 0)
     while True:
         mine, theirs = (config.block_m, config.block_n) if by_rows else (config.block_n, config.block_m)
-        if mine * owned + config.num_stages * theirs * streamed + BARRIERS <= limit:
+        if mine * owned + config.num_stages * theirs * streamed + beside <= limit:
             return config
         if config.num_stages > 1:
             config = replace(config, num_stages=config.num_stages - 1)
