@@ -84,7 +84,7 @@ def dropout_row_keys(seed, b, h, row):
     """Two 32-bit keys of one query row: a function of (seed, batch, head, row) and of nothing else."""
     first = _absorb(_absorb(_absorb(_absorb(_absorb(0x243F6A88, seed), seed >> 32), b), h), row)
     second = _absorb(_absorb(_absorb(_absorb(_absorb(0x85A308D3, seed), seed >> 32), b), h), row)
-    return first, second
+    return first, second ^ (second >> 15)
 
 
 def dropout_bits(first, second, n):
@@ -92,8 +92,7 @@ def dropout_bits(first, second, n):
     x = (n * 0x9E3779B1 + first) & LOW32
     x = x ^ (x >> 16)
     x = (x * 0x21F0AAAD) & LOW32
-    x = x ^ second
-    x = x ^ (x >> 15)
+    x = x ^ (x >> 15) ^ second  # one operation on GPUs: the row's part of the shifted word is in `second` already
     x = (x * 0x735A2D97) & LOW32
     return x ^ (x >> 15)
 

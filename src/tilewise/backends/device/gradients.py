@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .scoremods import hide, kept, scores
+from .scoremods import hide, kept, scores, unknown_zero
 from .seqinfo import rows_at
 from .softmax import LOG2E
 
@@ -63,7 +63,7 @@ def score_gradients(product, dp, scoring, rows, key, k_len, lse2, delta, partial
     weight = p
     if scoring.seed is not None:
         keep = kept(scoring, rows, key)
-        weight = tl.where(keep, p * scoring.drop_scale, 0.0)
+        weight = tl.where(keep, p * scoring.drop_scale, unknown_zero(scoring))
         dp = tl.where(keep, dp, 0.0) * scoring.drop_scale  # what scales it joins the difference below
     ds = p * (dp - delta)
     if CLEAN:

@@ -106,9 +106,11 @@ class Lowered:
         return min(self.lengths.max_k, self.width + self.lengths.max_q)
 
     @property
-    def modified(self) -> bool:
-        """Whether kernels do more to scores than scale and hide them."""
-        return self.scoring.scale is not None or self.scoring.seed is not None
+    def work(self) -> str:
+        """What kernels do to each score besides scaling and hiding it: "plain": nothing; "biased": load a bias; "modified"."""
+        if self.scoring.bias is not None:
+            return "biased"
+        return "plain" if self.scoring.scale is None and self.scoring.seed is None else "modified"
 
     @property
     def lists_tiles(self) -> bool:

@@ -16,7 +16,11 @@ from tilewise.backends.device.order import multiprocessors
 from tilewise.backends.device.precision import tf32_allowed
 from tilewise.tiles import DECODE_ROWS, cdiv, packs, splits
 
+HOPPER, BLACKWELL = 90, 100
 BARRIERS = 2048  # bytes of shared memory beside the tiles
+OPERANDS = (
+    32 << 10
+)  # the same on Blackwell, whose matrix units take p and ds from memory: what compiled kernels had at most
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Config:
     num_warps: int = 4
     num_stages: int = 2
     descriptors: bool = True  # stream through tensor descriptors (TMA), where alignment allows it
-    owned: bool = False  # the owned rows through a descriptor, too
+    owned: bool = False  # the owned rows through a descriptor, too: products then read them from registers
     registers: int | None = None  # of a thread, at most: 168 let three programs of four warps share a multiprocessor
 
     def __post_init__(self):
@@ -49,16 +53,17 @@ class DecodeConfig(Config):
 def options(config: Config) -> dict[str, int]:
     """What Triton's launcher is told."""
     told = {"num_warps": config.num_warps, "num_stages": config.num_stages}
-    if config.registers is not None and _limits_registers():
+    if config.registers is not None and _arch() == HOPPER:  # where limits were measured; others have other matrix units
         told["maxnreg"] = config.registers
     return told
 
 
-def _limits_registers() -> bool:
-    """Only NVIDIA's compiler takes a limit."""
+def _arch() -> int:
+    """Of an NVIDIA GPU, see HOPPER; 0 for others."""
     if triton.knobs.runtime.interpret:
-        return False
-    return triton.runtime.driver.active.get_current_target().backend == "cuda"
+        return 0
+    target = triton.runtime.driver.active.get_current_target()
+    return target.arch if target.backend == "cuda" else 0
 
 
 def streamed(config: Config, rows: int, x: Tensor, y: Tensor) -> tuple[Any, Any]:
@@ -108,9 +113,10 @@ def fitted(config: Config, owned: int, streamed: int, by_rows: bool, limit: int)
         by_rows: see config.
         limit: see `shared_memory`.
     """
+    beside = BARRIERS + (OPERANDS if _arch() >= BLACKWELL else 0)
     while True:
         mine, theirs = (config.block_m, config.block_n) if by_rows else (config.block_n, config.block_m)
-        if mine * owned + config.num_stages * theirs * streamed + BARRIERS <= limit:
+        if mine * owned + config.num_stages * theirs * streamed + beside <= limit:
             return config
         if config.num_stages > 1:
             config = replace(config, num_stages=config.num_stages - 1)
@@ -122,86 +128,88 @@ def fitted(config: Config, owned: int, streamed: int, by_rows: bool, limit: int)
             return config  # as small as tiles get: the compiler says what is missing
 
 
-# Measured on one NVIDIA H200, 2026-11-30, bf16, 16,384 tokens, hidden size 2048, causal / full, TFLOP/s of the products that
-# the kernel does; "descriptors" in these figures were still made by each program, but in those of 512 causal alone. There
-# three or four programs on a multiprocessor pay: each waits for its first rows and for its last stores.
+# Measured on one NVIDIA H200, 2026-11-30, bf16, 16,384 tokens, hidden size 2048, TFLOP/s of the products that the kernel does,
+# causal / full ("modified" and "biased": causal, one sequence of 4K at D64 and of 8K at D128). Of `keys` and `uneven`: see
+# `traits`. Programs of 512 keys are short: there more of them on a multiprocessor pay.
 
 
-def pick_forward(dim: int, dtype: torch.dtype, keys: int, uneven: bool, modified: bool) -> Config:
-    """For the larger of the two head dims and sequences of up to `keys` keys; `uneven`: rows see some keys only."""
+def pick_forward(dim: int, dtype: torch.dtype, keys: int, uneven: bool, work: str) -> Config:
+    """For the larger of the two head dims."""
     if dtype == torch.float32:
         return Config(64, 32, 4, 2) if dim <= 128 else Config(32, 16, 4, 1)
     if dim <= 64:
-        if keys <= 512 and uneven:
-            # 512 causal 194, by addresses 189; without a limit 159, 154; (128, 64, 4, 3, False) 175; four programs 180
-            return Config(64, 64, 4, 3, registers=168)
-        if keys <= 4096:
-            return Config(
-                128, 64, 4, 3, False
-            )  # 1K 257 / 351, 4K 374 / 410; (64, 128, 4, 3) 1K 189 / 301, 4K 348 / 415
-        return Config(64, 128, 4, 3)  # 16K 431 / 457; (128, 64, 4, 3) 411 / 428
+        if work != "plain":
+            return Config(64, 64, 4, 3, registers=168)  # ALiBi 302, dropout 180; (128, 64, 4, 3, False) 292, 187
+        # Four programs. 1K 321 / 409, 4K 433 / 465, 16K 466 / 477; (128, 64, 4, 3, False) 269 / 334, 375 / 403, 418 / 418,
+        # (64, 128, 4, 2) with 168 registers 266 / 371, 402 / 450, 454 / 476
+        return Config(64, 64, 4, 3, owned=True, registers=128)
     if dim <= 128:
+        if work == "biased":
+            return Config(64, 64, 4, 2)  # 314; with a third stage, one program a multiprocessor, 240
+        if work == "modified":
+            return Config(64, 64, 4, 3)  # dropout 342, softcap 417, ALiBi 447; by addresses 322, 402, 458
         if keys <= 512 and uneven:
             # 512 causal 228; by descriptors 204, (64, 64, 4, 3, False) 209
             return Config(64, 32, 4, 3, False, registers=168)
-        if keys <= 4096:
-            return Config(64, 64, 4, 3, False)  # 1K 307 / 401, 4K 451 / 480; by descriptors 281 / 379, 446 / 475
-        return Config(64, 64, 4, 3)  # 16K 509 / 514; (128, 64, 4, 2) 491 / 525, (128, 128, 8, 2) 456 / 459
+        # 1K 341 / 472, 4K 508 / 546, 16K 568 / 576; q in shared memory 335 / 443, 484 / 511, 535 / 534
+        return Config(64, 64, 4, 3, owned=True)
     if dim <= 256:
-        return Config(128, 64, 8, 2, False)  # 1K 322 / 437, 4K 474 / 533; by descriptors 284 / 390, 430 / 482
+        return Config(128, 64, 8, 2, False)  # 1K 345 / 435, 4K 511 / 518, 16K 569 / 546; by descriptors 5% less
     return Config(64, 32, 8, 1) if dim <= 512 else Config(32, 32, 8, 1)
 
 
-def pick_dkdv(dim: int, dtype: torch.dtype, rows: int, uneven: bool, modified: bool) -> tuple[Config, Config]:
+def pick_dkdv(dim: int, dtype: torch.dtype, keys: int, uneven: bool, work: str) -> tuple[Config, Config]:
     """Of dk and of dv, for the larger of the two head dims: where both are equal, one kernel computes both.
 
     The kernel owns `block_n` keys and walks tiles of `block_m` rows. Beyond 128 columns one kernel cannot hold both
-    sums in registers: computing p twice costs less than spilling them. `uneven`: keys are seen by some rows only.
+    sums in registers: computing p twice costs less than spilling them.
     """
     if dtype == torch.float32:
         config = Config(32, 64, 4, 1) if dim <= 64 else Config(32, 32, 4, 1) if dim <= 128 else Config(16, 16, 4, 1)
         return config, config
-    if modified and dim <= 128:
-        # What modifies scores takes registers. Causal, D64 4K, dropout / softcap / ALiBi 226 / 261 / 390, (128, 64, 4, 2)
-        # 137 / 154 / 247; D128 8K 366 / 391 / 477, (64, 64, 4, 2) 260 / 259 / 390, bias 276
-        config = Config(64, 64, 4, 3) if dim <= 64 else Config(32, 64, 4, 3)
-        return config, config
     if dim <= 64:
-        if uneven and rows <= 512:
+        # 1K 315 / 421, 4K 451 / 510, 16K 510 / 536, dropout 226, softcap 261, ALiBi 390; (128, 64, 4, 2) 292 / 419, 446 / 510,
+        # 515 / 547, 137, 154, 247
+        config = Config(64, 64, 4, 3)
+        if work == "plain" and uneven and keys <= 512:
             config = Config(32, 64, 4, 3, registers=168)  # 512 causal 234; (64, 64, 4, 3) 216, with a limit 190
-            return config, config
-        # 1K 247 / 392, 2K 335 / 459, 16K 514 / 557; (64, 64, 4, 3) 1K 277 / 367, 2K 356 / 429, 16K 480 / 461
-        config = Config(64, 64, 4, 3) if uneven and rows <= 2048 else Config(128, 64, 4, 2)
         return config, config
     if dim <= 128:
-        config = Config(64, 64, 4, 2)  # 16K 562 / 636; (32, 64, 4, 3) 503 / 462, (64, 128, 8, 2) 468 / 507
+        if work == "biased":
+            config = Config(64, 64, 4, 1)  # 305; (32, 64, 4, 2) 286, (64, 64, 4, 2) 202
+        elif work == "modified":
+            config = Config(32, 64, 4, 3)  # dropout 366, softcap 484, ALiBi 477; (64, 64, 4, 2) 260, 373, 390
+        else:
+            # 1K 369 / 454, 4K 564 / 579, 16K 641 / 561; (32, 64, 4, 3) 365 / 451, 504 / 543, 558 / 563
+            config = Config(64, 64, 4, 2)
         return config, config
     if dim <= 256:
-        # 16K: dk 467 / 445, (32, 128, 8, 2) 468 / 416; dv 603 / 534; one kernel (64, 64, 8, 2) 378 / 339
-        return Config(64, 64, 4, 2), Config(64, 128, 8, 2)
+        # dk 1K 346 / 459, 16K 519 / 573, (64, 64, 4, 2) 275 / 368, 456 / 425; dv 1K 342 / 463, 16K 604 / 610, (64, 128, 8, 2)
+        # 332 / 425, 575 / 544; one kernel (64, 64, 8, 2) 16K 378 / 339
+        return Config(32, 128, 8, 3, False), Config(32, 128, 8, 4)
     config = Config(16, 32, 8, 1) if dim <= 512 else Config(16, 16, 8, 1)
     return config, config
 
 
-def pick_dq(dim: int, dtype: torch.dtype, keys: int, uneven: bool, modified: bool) -> Config:
+def pick_dq(dim: int, dtype: torch.dtype, keys: int, uneven: bool, work: str) -> Config:
     """For the larger of the two head dims; the kernel owns `block_m` rows and walks tiles of `block_n` keys."""
     if dtype == torch.float32:
         return Config(64, 32, 4, 1) if dim <= 128 else Config(16, 16, 4, 1)
     if dim <= 64:
-        if not uneven:
-            return Config(64, 64, 4, 3)  # full 1K 495, 16K 656; (128, 64, 4, 3) 449, 589
-        if keys <= 512:
-            # 512 causal 260, by addresses 253, (64, 64, 4, 2) with registers for four programs 262, without a limit 226
-            return Config(64, 64, 4, 3, registers=168)
-        if keys <= 1024:
-            return Config(64, 64, 4, 3, False)  # causal 512 226, 1K 321; (128, 64, 4, 3) by descriptors 213, 316
-        return Config(128, 64, 4, 3)  # causal 4K 494, 16K 574; (64, 64, 4, 3) 458, 531
+        if work != "plain":
+            return Config(
+                64, 64, 4, 3, registers=168
+            )  # dropout 311, softcap 258, ALiBi 460; (128, 64, 4, 3) 270, 211, 425
+        # Four programs. 1K 377 / 513, 4K 545 / 602, 16K 603 / 641; (64, 64, 4, 3) 329 / 525, 475 / 596, 518 / 624,
+        # (128, 64, 4, 3) 354 / 480, 526 / 565, 595 / 594; 512 causal 262, with 168 registers 260
+        return Config(64, 64, 4, 2, registers=128)
     if dim <= 128:
-        if keys <= 512 and uneven:
-            return Config(64, 64, 4, 2)  # 512 causal 257; (128, 64, 8, 3) 243, (64, 32, 4, 3) with 168 registers 257
-        return Config(128, 64, 8, 3, keys > 2048)  # 1K 384 / 497, 16K 667 / 669; by descriptors 1K 362 / 487
+        if keys <= 2048 and uneven and work == "plain":
+            return Config(64, 64, 4, 2)  # causal 512 275, 1K 385; window of 1K 500; (128, 64, 8, 3) 258, 388, 451
+        # 1K 515 full, 4K 603 / 643, 16K 689 / 683; by addresses 490, 560 / 597, 642 / 626; ALiBi 599, (64, 64, 4, 2) 513
+        return Config(128, 64, 8, 3)
     if dim <= 256:
-        return Config(128, 32, 8, 3, False)  # 1K 376 / 505, 16K 636 / 627; by descriptors 346 / 473, 612 / 610
+        return Config(128, 32, 8, 3, False)  # 1K 406 / 505, 16K 644 / 618; by descriptors 368 / 470, 583 / 587
     return Config(16, 32, 8, 1) if dim <= 512 else Config(16, 16, 8, 1)
 
 
@@ -216,9 +224,9 @@ def pick_decode(dim: int, dtype: torch.dtype, rows: int) -> Config:
     return Config(min(rows, 32), 32, 4, 2)
 
 
-def traits(call: Lowered) -> tuple[int, bool, bool]:
-    """What of a call decides about tiles: (`width`, whether rows see different keys, `modified`)."""
-    return call.width, bool(call.bound.masks), call.modified
+def traits(call: Lowered) -> tuple[int, bool, str]:
+    """What of a call decides about tiles: (`width`, whether rows see different keys, `work`)."""
+    return call.width, bool(call.bound.masks), call.work
 
 
 #: Programs of the ordinary kernel on one multiprocessor at one time.
@@ -267,23 +275,23 @@ def _decode_parts(tiled: Config, programs: int, tiles: int, slots: int) -> Decod
 
 @lru_cache(maxsize=1024)
 def forward_config(
-    D: int, Dv: int, dtype: torch.dtype, device: torch.device, keys: int, uneven: bool, modified: bool
+    D: int, Dv: int, dtype: torch.dtype, device: torch.device, keys: int, uneven: bool, work: str
 ) -> Config:
     """The measured tiles of the forward kernel, as far as they fit the device."""
     owned, streamed = padded(D) * dtype.itemsize, (padded(D) + padded(Dv)) * dtype.itemsize
-    return fitted(pick_forward(max(D, Dv), dtype, keys, uneven, modified), owned, streamed, True, shared_memory(device))
+    return fitted(pick_forward(max(D, Dv), dtype, keys, uneven, work), owned, streamed, True, shared_memory(device))
 
 
 @lru_cache(maxsize=1024)
 def backward_configs(
-    D: int, Dv: int, dtype: torch.dtype, device: torch.device, keys: int, uneven: bool, modified: bool
+    D: int, Dv: int, dtype: torch.dtype, device: torch.device, keys: int, uneven: bool, work: str
 ) -> tuple[Config, Config, Config]:
     """The same for dq, dk and dv."""
     width, limit, dim = (padded(D) + padded(Dv)) * dtype.itemsize, shared_memory(device), max(D, Dv)
-    of_dk, of_dv = pick_dkdv(dim, dtype, keys, uneven, modified)
+    of_dk, of_dv = pick_dkdv(dim, dtype, keys, uneven, work)
     keys_of_dv = width if of_dk == of_dv else padded(D) * dtype.itemsize
     return (
-        fitted(pick_dq(dim, dtype, keys, uneven, modified), width, width, True, limit),
+        fitted(pick_dq(dim, dtype, keys, uneven, work), width, width, True, limit),
         fitted(of_dk, width, width, False, limit),
         fitted(of_dv, keys_of_dv, width, False, limit),
     )
