@@ -73,7 +73,7 @@ class _Launch:
         )  # fmt: skip
         rows = max(call.H * head_rows, call.B * batch_rows)
         new = lse.new_empty
-        self.dq_sum, self.minus_lse, self.minus_delta = new((rows, q.shape[-1])), new(2 * rows), new(2 * rows)
+        self.dq_sum, self.minus_lse, self.minus_delta = new((rows, q.shape[-1])), new(rows), new(rows)
         self.row_tiles = aligned // ROWS
         self.row_notes = self.row_tiles * call.H * call.B
         key_notes = self.shape.all_heads * self.shape.tiles * 2
@@ -107,7 +107,7 @@ class _Launch:
         args = (
             boxes(self.q, config.block_m, columns), boxes(self.k, config.block_n, columns),
             boxes(self.v, config.block_n, columns), boxes(self.do, config.block_m, columns),
-            *(TensorDescriptor.from_tensor(x, [2 * config.block_m], line) for x in (self.minus_lse, self.minus_delta)),
+            *(TensorDescriptor.from_tensor(x, [config.block_m], line) for x in (self.minus_lse, self.minus_delta)),
             TensorDescriptor.from_tensor(self.dq_sum, share, shares), boxes(self.dk, keys, columns),
             boxes(self.dv, keys, columns), self.broken_keys, call.lengths, call.ordered_interval, lists, call.scoring,
             call.bound.softmax_scale, *self.shape, config,
@@ -136,6 +136,5 @@ class _Launch:
 
     def dsinks(self) -> Tensor:
         shape = (-1, self.call.H, self.shape.head_rows) if not self.call.varlen else (self.call.H, self.shape.head_rows)
-        once = (x.unflatten(0, (-1, 2, 2))[:, 0].reshape(shape) for x in (self.minus_lse, self.minus_delta))
-        minus_lse, minus_delta = once
-        return sink_gradient(self.call.sinks, minus_lse * (-self.call.scoring.factor / LOG2E), minus_delta)
+        lse = self.minus_lse * (-self.call.scoring.factor / LOG2E)
+        return sink_gradient(self.call.sinks, lse.reshape(shape), self.minus_delta.reshape(shape))

@@ -28,21 +28,10 @@ def unknown_zero(at):
 
 
 @gluon.jit
-def spread(numbers, like):
-    """Numbers of columns as a whole tile in the layout of `like`, a product's.
-
-    In shared memory each pair is there twice. For a thread has pairs of columns in pairs of rows: so it loads 16 bytes
-    at a time, from which a product can start as they are.
-    """
-    ROWS: gl.constexpr = like.type.shape[0]
-    COLUMNS: gl.constexpr = like.type.shape[1]
-    parts = like.reshape([ROWS // 16, 2, 8, COLUMNS // 8, 4, 2])
-    SLICED: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, parts.type.layout))
-    line = gl.zeros([2, COLUMNS // 8, 4, 2], gl.float32, SLICED).permute((1, 2, 0, 3)).reshape([2 * COLUMNS])
-    x = numbers.load(line.type.layout).reshape([COLUMNS // 8, 4, 2, 2]).permute((2, 0, 1, 3))
-    x = gl.convert_layout(x, SLICED, assert_trivial=True)
-    whole, _ = gl.broadcast(gl.expand_dims(gl.expand_dims(x, 0), 2), parts)
-    return gl.convert_layout(whole.reshape([ROWS, COLUMNS]), like.type.layout, assert_trivial=True)
+def columns_of(x, like):
+    """A number of each column as a whole tile."""
+    whole, _ = gl.broadcast(x[None, :], like)
+    return whole
 
 
 @aggregate
@@ -66,14 +55,14 @@ class RowTiles:
         mbarrier.wait(self.ring.empty.index(stage), ((at // STAGES) & 1) ^ 1)
         mbarrier.expect(full, desc.block_type.nbytes + number_desc.block_type.nbytes)
         copy_in(desc, start, full, self.ring.tiles.index(stage))
-        copy_in(number_desc, [2 * row], full, self.numbers.index(stage))
+        copy_in(number_desc, [row], full, self.numbers.index(stage))
 
     @gluon.jit
-    def number(self, at, FIRST: gl.constexpr, like):
-        """The numbers of copy `at`, from row FIRST on, one for each column, as a tile like `like`."""
+    def number(self, at, FIRST: gl.constexpr, LIKE: gl.constexpr):
+        """The numbers of copy `at`, from row FIRST on: one for each column of a tile of layout and shape like LIKE."""
         STAGES: gl.constexpr = self.numbers.shape[0]
-        COUNT: gl.constexpr = like.type.shape[1]
-        return spread(self.numbers.index(at % STAGES).slice(2 * FIRST, 2 * COUNT), like)
+        COUNT: gl.constexpr = LIKE.shape[1]
+        return self.numbers.index(at % STAGES).slice(FIRST, COUNT).load(gl.SliceLayout(0, LIKE.layout))
 
 
 @gluon.jit

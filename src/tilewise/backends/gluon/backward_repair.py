@@ -11,13 +11,13 @@ from tilewise.backends.device.gradients import finite, score_gradients, weighed_
 from tilewise.backends.device.rows import across, down, key_tiles, query_rows, row_tiles
 from tilewise.backends.device.seqinfo import load_rows, rows_at, sequence, store_rows
 
-from .backward_rows import UNSPECIALIZED, Shape, pair_place, place_of, sum_row
+from .backward_rows import UNSPECIALIZED, Shape, place_of, sum_row
 
 
 @triton.jit
 def statistics_of(minus_lse, minus_delta, lengths, scoring, b, h, q_start, rows, call):
     """(lse in units of log2, delta) of the rows; lse is inf, which makes p 0, where a row sees no key."""
-    at = pair_place(tl.cast(sum_row(lengths, b, h, q_start, call), tl.int64) + rows.index)
+    at = tl.cast(sum_row(lengths, b, h, q_start, call), tl.int64) + rows.index
     return -tl.load(minus_lse + at) * scoring.factor, -tl.load(minus_delta + at)
 
 

@@ -41,12 +41,6 @@ def sum_row(lengths, b, h, q_start, call):
 
 
 @triton.jit
-def pair_place(row):
-    """Where the number of a row lies in tensors of one number per row: each pair is there twice, see `spread`."""
-    return row + row // 2 * 2
-
-
-@triton.jit
 def place_of(place, tiles, heads):
     """(tile, b, h) of a program: heads first, whose rows are neighbours in memory."""
     return place // heads % tiles, place // heads // tiles, place % heads
@@ -75,10 +69,8 @@ def prepare_kernel(
         )
     row_lse = tl.load(rows_at(lse, b, h, q_start) + row, mask=row < q_len, other=-float("inf"))
     at = tl.cast(sum_row(lengths, b, h, q_start, call), tl.int64) + row
-    number, minus_row_lse = pair_place(at), statistics(row_lse, scoring)
-    for copy in tl.static_range(2):
-        tl.store(minus_delta + number + 2 * copy, row_delta)
-        tl.store(minus_lse + number + 2 * copy, minus_row_lse)
+    tl.store(minus_delta + at, row_delta)
+    tl.store(minus_lse + at, statistics(row_lse, scoring))
     zero = tl.zeros([ROWS, BLOCK_D], tl.float32)
     store_rows(dq_sum, D, zero, at, tl.arange(0, BLOCK_D), row >= 0, D)
 

@@ -12,7 +12,7 @@ from tilewise.backends.device.scoremods import in_pattern, scores
 from tilewise.backends.device.seqinfo import key_interval
 from tilewise.backends.device.structs import Rows
 
-from .backward_parts import meet, unknown_zero
+from .backward_parts import columns_of, meet, unknown_zero
 from .registers import halves, joined, keep_columns
 from .versions import add_to, reinterpreted, thread_barrier
 
@@ -27,12 +27,12 @@ def start_products(shared, at, keys, values, zero, scoring, FIRST: gl.constexpr)
     shared.q.ring.wait(at)
     q = shared.q.ring.tile(at).slice(FIRST, COUNT).permute((1, 0))
     if scoring.scale is None:
-        s = warpgroup_mma(keys, q, shared.q.number(at, FIRST, zero), is_async=True)
+        s = warpgroup_mma(keys, q, columns_of(shared.q.number(at, FIRST, zero.type), zero), is_async=True)
     else:
         s = warpgroup_mma(keys, q, zero, use_acc=False, is_async=True)
     shared.do.ring.wait(at)
     do = shared.do.ring.tile(at).slice(FIRST, COUNT).permute((1, 0))
-    dp = warpgroup_mma(values, do, shared.do.number(at, FIRST, zero), is_async=True)
+    dp = warpgroup_mma(values, do, columns_of(shared.do.number(at, FIRST, zero.type), zero), is_async=True)
     return s, dp
 
 
@@ -48,7 +48,7 @@ def exponents(
     x, slope = scores(s, scoring, rows, n[:, None], k_len)
     x = x * scoring.factor
     if scoring.scale is not None:
-        x = x + shared.q.number(at, FIRST, s)
+        x = x + shared.q.number(at, FIRST, s.type)[None, :]
     if MASKED:
         x = hide_rows(x, b, h, row, n, q_len, k_len, shift, interval, scoring)
     return x, slope
