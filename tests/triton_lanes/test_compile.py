@@ -41,9 +41,17 @@ def test_plain_calls_compile(target):
     _fits(compile_call(make_inputs(PLAIN[0], torch.bfloat16), target), target)
 
 
+WIDE = [
+    Case("wide", Sq=512, H=1, D=256, mask=(CAUSAL,)),
+    Case("wide_lists", Sq=300, H=1, D=256, mask=(("blocks", 64, 64),)),
+    Case("wide_bias", Sq=300, H=1, D=256, bias="HQK", mask=(CAUSAL,)),
+]
+
+
 @pytest.mark.parametrize("target", TARGETS)
-def test_wide_heads_compile(target):
-    case = Case("wide", Sq=512, H=1, D=256, mask=(CAUSAL,))
+@pytest.mark.parametrize("case", WIDE, ids=[case.name for case in WIDE])
+def test_wide_heads_compile(case, target):
+    """Lists of tiles and a bias take shared memory of their own, which fills up first where heads are wide."""
     _fits(compile_call(make_inputs(case, torch.bfloat16), target), target)
 
 

@@ -18,6 +18,8 @@ from tilewise.tiles import DECODE_ROWS, cdiv, packs, splits
 
 HOPPER, BLACKWELL = 90, 100
 BARRIERS = 2048  # bytes of shared memory beside the tiles
+LISTS = 5 << 10  # the same for loops over lists of tiles: what compiled kernels had at most
+BIAS = 4  # bytes for each pair of row and key of a tile, where a bias is added to the scores
 OPERANDS = (
     32 << 10
 )  # the same on Blackwell, whose matrix units take p and ds from memory: what compiled kernels had at most
@@ -104,7 +106,7 @@ def shared_memory(device: torch.device) -> int:
     return getattr(properties, "shared_memory_per_block_optin", 64 << 10)  # not told for AMD: 64 KiB
 
 
-def fitted(config: Config, owned: int, streamed: int, by_rows: bool, limit: int) -> Config:
+def fitted(config: Config, owned: int, streamed: int, by_rows: bool, limit: int, of_pair: int = 0) -> Config:
     """The config with fewer stages, then smaller tiles, until it fits in `limit` bytes of shared memory.
 
     Args:
@@ -112,11 +114,12 @@ def fitted(config: Config, owned: int, streamed: int, by_rows: bool, limit: int)
         owned, streamed: bytes of one owned and of one streamed row over all matrices that products read.
         by_rows: see config.
         limit: see `shared_memory`.
+        of_pair: bytes of one row and one key beside these.
     """
     beside = BARRIERS + (OPERANDS if _arch() >= BLACKWELL else 0)
     while True:
         mine, theirs = (config.block_m, config.block_n) if by_rows else (config.block_n, config.block_m)
-        if mine * owned + config.num_stages * theirs * streamed + beside <= limit:
+        if mine * owned + config.num_stages * theirs * streamed + mine * theirs * of_pair + beside <= limit:
             return config
         if config.num_stages > 1:
             config = replace(config, num_stages=config.num_stages - 1)
@@ -224,9 +227,14 @@ def pick_decode(dim: int, dtype: torch.dtype, rows: int) -> Config:
     return Config(min(rows, 32), 32, 4, 2)
 
 
-def traits(call: Lowered) -> tuple[int, bool, str]:
-    """What of a call decides about tiles: (`width`, whether rows see different keys, `work`)."""
-    return call.width, bool(call.bound.masks), call.work
+def traits(call: Lowered) -> tuple[int, bool, str, bool]:
+    """What of a call decides about tiles: (`width`, whether rows see different keys, `work`, whether tiles are listed)."""
+    return call.width, bool(call.bound.masks), call.work, call.lists_tiles
+
+
+def _room(device: torch.device, work: str, listed: bool) -> dict[str, int]:
+    """What `fitted` is told of the memory for tiles."""
+    return {"limit": shared_memory(device) - LISTS * listed, "of_pair": BIAS * (work == "biased")}
 
 
 #: Programs of the ordinary kernel on one multiprocessor at one time.
@@ -275,23 +283,24 @@ def _decode_parts(tiled: Config, programs: int, tiles: int, slots: int) -> Decod
 
 @lru_cache(maxsize=1024)
 def forward_config(
-    D: int, Dv: int, dtype: torch.dtype, device: torch.device, keys: int, uneven: bool, work: str
+    D: int, Dv: int, dtype: torch.dtype, device: torch.device, keys: int, uneven: bool, work: str, listed: bool
 ) -> Config:
     """The measured tiles of the forward kernel, as far as they fit the device."""
     owned, streamed = padded(D) * dtype.itemsize, (padded(D) + padded(Dv)) * dtype.itemsize
-    return fitted(pick_forward(max(D, Dv), dtype, keys, uneven, work), owned, streamed, True, shared_memory(device))
+    picked = pick_forward(max(D, Dv), dtype, keys, uneven, work)
+    return fitted(picked, owned, streamed, True, **_room(device, work, listed))
 
 
 @lru_cache(maxsize=1024)
 def backward_configs(
-    D: int, Dv: int, dtype: torch.dtype, device: torch.device, keys: int, uneven: bool, work: str
+    D: int, Dv: int, dtype: torch.dtype, device: torch.device, keys: int, uneven: bool, work: str, listed: bool
 ) -> tuple[Config, Config, Config]:
     """The same for dq, dk and dv."""
-    width, limit, dim = (padded(D) + padded(Dv)) * dtype.itemsize, shared_memory(device), max(D, Dv)
+    width, room, dim = (padded(D) + padded(Dv)) * dtype.itemsize, _room(device, work, listed), max(D, Dv)
     of_dk, of_dv = pick_dkdv(dim, dtype, keys, uneven, work)
     keys_of_dv = width if of_dk == of_dv else padded(D) * dtype.itemsize
     return (
-        fitted(pick_dq(dim, dtype, keys, uneven, work), width, width, True, limit),
-        fitted(of_dk, width, width, False, limit),
-        fitted(of_dv, keys_of_dv, width, False, limit),
+        fitted(pick_dq(dim, dtype, keys, uneven, work), width, width, True, **room),
+        fitted(of_dk, width, width, False, **room),
+        fitted(of_dv, keys_of_dv, width, False, **room),
     )
