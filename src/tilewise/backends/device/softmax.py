@@ -8,10 +8,6 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.0 / math.log(2.0))
 LN2 = tl.constexpr(math.log(2.0))
 
-CHAINS = tl.constexpr(
-    16
-)  # columns whose maxima come first: four short chains in a thread instead of one that all wait for
-
 
 @triton.jit
 def update_softmax(s, m, l, factor):
@@ -19,8 +15,7 @@ def update_softmax(s, m, l, factor):
 
     `l` has several sums for each row, of every `l.shape[1]`-th key each: so threads need not add up theirs.
     """
-    highest = tl.max(tl.reshape(s, [s.shape[0], s.shape[1] // CHAINS, CHAINS]), 1)
-    top = tl.maximum(m, tl.max(highest, 1) * factor)
+    top = tl.maximum(m, tl.max(s, 1) * factor)
     shift = tl.where(top == -float("inf"), 0.0, top)  # of a row that has seen no key
     p = tl.math.exp2(s * factor - shift[:, None])
     alpha = tl.math.exp2(m - shift)
