@@ -48,10 +48,19 @@ def _sdpa(backend: SDPBackend) -> Callable[[Shape], Callable[..., Tensor]]:
     return of
 
 
-def _flex(shape: Shape) -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: PLC0415  imports a compiler
+def compiled_flex() -> Callable[..., Any]:
+    """FlexAttention for tensors of one size, whose backward pass can be timed again and again."""
+    from torch._functorch import config  # noqa: PLC0415
+    from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415
 
-    compiled = torch.compile(flex_attention, dynamic=False)
+    config.donated_buffer = False  # by default a backward pass may write over what it was given, once
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def _flex(shape: Shape) -> Callable[..., Tensor]:
+    from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415  imports a compiler
+
+    compiled = compiled_flex()
     mask = None
     if shape.causal:
         mask = create_block_mask(lambda b, h, m, n: m >= n, None, None, shape.S, shape.S)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilewise import Blocks, Document
+from tilewise.cli.gpu import compiled_flex
 from tilewise.testing import Inputs
 
 #: o of q, k and v as `Inputs` holds them: (B, S, H, D), or (T, H, D) where sequences are packed.
@@ -54,9 +55,9 @@ def _varlen(inputs: Inputs) -> Attend:
 
 
 def _flex(inputs: Inputs) -> Attend:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # noqa: PLC0415  imports a compiler
+    from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415  imports a compiler
 
-    compiled = torch.compile(flex_attention, dynamic=False)
+    compiled = compiled_flex()
     S, device, gqa = inputs.q.shape[1], str(inputs.q.device), inputs.q.shape[2] != inputs.k.shape[2]
     visible = _visible(inputs.options)
     mask = create_block_mask(visible, None, None, S, S, device) if visible else None
