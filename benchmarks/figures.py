@@ -116,6 +116,10 @@ def over_best(which: str, data: dict[str, Any]) -> tuple[float, float, float]:
     return geometric_mean(over), min(over), max(over)
 
 
+#: Where each pass of tilewise was measured as it ships.
+BENCHES = {"forward": "bench-h200", "backward": "bench-h200-backward"}
+
+
 def gpu(name: str = "bench-h200") -> str:
     """TFLOP/s of docs/performance.md: a row for each problem and pass."""
     data = stored(name)
@@ -140,20 +144,70 @@ def gpu(name: str = "bench-h200") -> str:
     return "\n".join(lines)
 
 
-def grid(tests: str = "tests-h200-bf16", name: str = "bench-h200") -> str:
+def gpus() -> str:
+    """All of docs/performance.md: the grid as it was last measured, the backward pass as it ships, FlashAttention-3."""
+    return "\n\n".join([gpu(), gpu("bench-h200-backward"), peers("peers-h200"), peers("peers-h200-first")])
+
+
+def peers(name: str) -> str:
+    """TFLOP/s beside FlashAttention-3, a row for each problem and pass of docs/performance.md."""
+    data = stored(name)
+    rows: dict[tuple[str, str], dict[str, float]] = {}
+    for r in data["rows"]:
+        mask = "causal" if r["causal"] else "full"
+        rows.setdefault((f"D{r['d']} {r['seqlen']} {mask}", r["pass"]), {})[r["peer"]] = r["tflops"]
+    who = list(dict.fromkeys(peer for rates in rows.values() for peer in rates))
+    lines = [
+        f"The same with FlashAttention-3 in the run (`benchmarks/results/{name}.json`; torch {data['meta']['torch']}):",
+        "",
+        f"| problem | pass | {' | '.join(who)} | tilewise over the best |",
+        "|---|---|" + "---|" * (len(who) + 1),
+    ]
+    for (problem, which), rates in rows.items():
+        cells = (f"{rates[one]:.0f}" if one in rates else "-" for one in who)
+        lines.append(f"| {problem} | {which} | {' | '.join(cells)} | {_over_others(rates):.2f}x |")
+    means = ", ".join(
+        "{} {:.2f}x ({:.2f}x to {:.2f}x)".format(which, *over_peers(name, which)) for which in ("fwd", "bwd")
+    )
+    return "\n".join([*lines, "", f"Geometric means: {means}. {data['note']}"])
+
+
+def _over_others(rates: dict[str, float]) -> float:
+    return rates["tilewise"] / max(rate for peer, rate in rates.items() if peer != "tilewise")
+
+
+def over_peers(name: str, which: str) -> tuple[float, float, float]:
+    """The geometric mean, least and largest of tilewise's speed over the fastest peer, FlashAttention-3 among them."""
+    rows: dict[tuple, dict[str, float]] = {}
+    for r in stored(name)["rows"]:
+        if r["pass"] == which:
+            rows.setdefault((r["d"], r["seqlen"], r["causal"]), {})[r["peer"]] = r["tflops"]
+    over = [_over_others(rates) for rates in rows.values()]
+    return geometric_mean(over), min(over), max(over)
+
+
+def grid(tests: str = "tests-h200-bf16") -> str:
     """What the README says of Hopper: named cases that obeyed the rule, and speed over the faster of two peers."""
     ran = [test for test in stored(tests)["passed"] if "test_matches_reference" in test]
     failed = [test for test in stored(tests)["failures"] if "test_matches_reference" in test]
     obeyed = ", ".join(f"{sum(backend in test for test in ran)} on {backend}" for backend in ("triton", "gluon"))
-    data = stored(name)
+    benches = {which: stored(name) for which, name in BENCHES.items()}
     speeds = " and ".join(
-        "{1:.2f}x {0} ({2:.2f}x to {3:.2f}x by problem)".format(which, *over_best(which, data)) for which in GPU_PASSES
+        "{1:.2f}x {0} ({2:.2f}x to {3:.2f}x by problem)".format(which, *over_best(which, data))
+        for which, data in benches.items()
+    )
+    triton = " and ".join(
+        f"{benches['forward']['geometric_means'][f'{x} of triton over flash']:.2f}x {x}" for x in GPU_PASSES
     )
     return (
         f"Named bf16 cases that obeyed the fp64 rule on one NVIDIA H200, forward and every gradient: {obeyed}; "
-        f"{len(failed)} did not (`benchmarks/results/{tests}.json`). Over a grid of {len(data['results']) // 2} problems "
+        f"{len(failed)} did not (`benchmarks/results/{tests}.json`"
+        f"{': ' + stored(tests)['note'] if stored(tests).get('note') else ''}). Over a grid of "
+        f"{len(benches['forward']['results']) // 2} problems "
         "(bf16, 16,384 tokens, D 64 to 256, 512 to 16K) the geometric mean of speed over the faster of FlashAttention-2 and "
-        f"cuDNN in the same run is {speeds} "
+        f"cuDNN in the same run is {speeds}; that of the portable Triton kernels over FlashAttention-2 is {triton}. "
+        "Over the fastest of these and FlashAttention-3, on the problems that there was time for, it is "
+        f"{over_peers('peers-h200', 'fwd')[0]:.2f}x forward and {over_peers('peers-h200-first', 'bwd')[0]:.2f}x backward "
         "([docs/performance.md](docs/performance.md))."
     )
 
@@ -170,4 +224,4 @@ if __name__ == "__main__":
     print("\n---- docs/lab.md ----\n")
     print(lab())
     print("\n---- docs/performance.md ----\n")
-    print(gpu())
+    print(gpus())

@@ -69,7 +69,7 @@ def test_links_and_named_files_exist(page):
         ("README.md", "figures", "markdown"),
         ("README.md", "grid", "grid"),
         ("docs/lab.md", "lab", "lab"),
-        ("docs/performance.md", "gpu", "gpu"),
+        ("docs/performance.md", "gpu", "gpus"),
     ],
 )
 def test_figures_are_what_the_stored_results_say(page, mark, function):
