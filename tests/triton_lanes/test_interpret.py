@@ -20,7 +20,7 @@ NAMES = (
     "alibi_per_sequence", "bias_full", "bias_shared", "bias_per_key", "bias_per_row", "bias_scalar", "sinks", "dropout",
     "mix_everything", "varlen_empty_sequences", "varlen_seqused", "varlen_mix", "gqa3_short", "dv_larger",
     "no_queries", "no_queries_bias", "no_keys_sink", "batch_of_none", "varlen_no_sequences", "reversed", "needs_k_bias",
-    "needs_slopes", "softcap_unseen_keys", "sinks_rows_without_keys",
+    "needs_slopes", "softcap_unseen_keys", "softcap_saturated_large", "sinks_rows_without_keys",
 )  # fmt: skip
 CHOSEN = [case for case in CASES if case.name in NAMES]
 
