@@ -96,6 +96,7 @@ MASKS = [
 
 MODIFIERS = [
     Case("softcap", Sq=70, D=32, softcap=2.0, magnitude=2.0),
+    Case("d192_128_causal", Sq=300, Sk=330, H=4, Hkv=2, D=192, Dv=128, mask=(CAUSAL,)),
     Case("softcap_saturated_large", B=1, Sq=30, Sk=40, D=32, softcap=50.0, softmax_scale=60.0),
     Case("softcap_saturated", Sq=40, D=32, softcap=1.0, magnitude=4.0, mask=(CAUSAL,)),
     Case("softcap_unseen_keys", Sq=70, Sk=90, D=32, H=4, Hkv=2, softcap=4.0, poison=True,

@@ -89,13 +89,13 @@ def test_features_are_checked_and_compared_with_the_plain_kernel(on_cpu):
     assert plain["missing"].keys() == {"cudnn", "flex"} and packed["missing"].keys() == {"varlen"}
 
 
-@pytest.mark.parametrize("feature", gpu_features.FEATURES + gpu_features.WINDOWS, ids=lambda feature: feature.name)
+ON_A_CPU = [f for f in gpu_features.FEATURES + gpu_features.WINDOWS if "flex" in f.rivals]
+
+
+@pytest.mark.parametrize("feature", ON_A_CPU, ids=lambda feature: feature.name)
 def test_rivals_compute_the_same(on_cpu, feature):
     """FlexAttention, uncompiled, and SDPA: the output of each is ours, or they are not timed."""
     inputs = feature.call(64, 4, torch.float32)
-    if inputs.varlen or "dropout_p" in inputs.options:
-        assert not {"flash", "flex"} & gpu_rivals.able(feature.rivals, inputs, inputs.q)[0].keys()
-        return
     o = tilewise.attention(inputs.q, inputs.k, inputs.v, **inputs.options)
     found, _ = gpu_rivals.able([name for name in feature.rivals if name in ("flash", "flex")], inputs, o)
     assert found.keys() == {"flash", "flex"} & {*feature.rivals}

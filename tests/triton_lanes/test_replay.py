@@ -40,6 +40,7 @@ class _Kernel:
 @pytest.fixture
 def kernel(monkeypatch):
     kernel = _Kernel()
+    kernel.constexprs = ()  # as Triton 3.6 has it
     monkeypatch.setattr(repeated, "_below", lambda compiled: None)
     monkeypatch.setattr(repeated, "run", lambda compiled, grid, args: compiled.seen.append(tuple(args)))
     return kernel
@@ -296,6 +297,16 @@ def test_a_new_length_needs_nothing_of_triton_where_the_same_code_serves_it(kern
         launcher.start(kernel, ("key", length), 1, (Pair(x, 16 * length), length, 0.5, None), {})
     assert len(kernel.seen) == 2  # lengths that 16 divides are told from others
     assert [args[1] for args in started] == [length for length in range(100, 200) if length not in (100, 112)]
+
+
+def test_kernels_that_do_not_tell_their_constants_are_known_by_their_key_alone(kernel, monkeypatch):
+    """Which integers are constants is then unknown, and 64 and 128 look alike."""
+    monkeypatch.delattr(kernel, "constexprs")
+    launcher, started = launch.Launcher(), []
+    monkeypatch.setattr(launch, "run", lambda compiled, grid, args: started.append(args))
+    for D in (64, 128, 64):
+        launcher.start(kernel, ("key", D), 1, (torch.randn(4), D), {})
+    assert len(kernel.seen) == 2 and [args[1] for args in started] == [64]
 
 
 VALUES = [

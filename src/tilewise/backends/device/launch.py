@@ -46,8 +46,10 @@ class Launcher:
             starts.append((compiled, grid, args))
 
     def _start_new(self, kernel, key, grid, args, options) -> Any:
-        alike = arguments_key(args, getattr(kernel, "constexprs", ()), options)
-        compiled = self._alike.get(alike)
+        # A kernel that does not tell its constants, as those of other versions of Triton may not, is known by its key alone.
+        constants = getattr(kernel, "constexprs", None)
+        alike = None if constants is None else arguments_key(args, constants, options)
+        compiled = None if alike is None else self._alike.get(alike)
         if compiled is None:
             with sound_assembler():
                 compiled = kernel[(grid,)](*args, **options)
@@ -55,8 +57,9 @@ class Launcher:
             run(compiled, grid, args)
         if compiled is not None:  # the interpreter compiles nothing
             for known, name in ((self._compiled, key), (self._alike, alike)):
-                make_room(known)
-                known[name] = compiled
+                if name is not None:
+                    make_room(known)
+                    known[name] = compiled
         return compiled
 
 

@@ -20,9 +20,7 @@ HOPPER, BLACKWELL = 90, 100
 BARRIERS = 2048  # bytes of shared memory beside the tiles
 LISTS = 5 << 10  # the same for loops over lists of tiles: what compiled kernels had at most
 BIAS = 4  # bytes for each pair of row and key of a tile, where a bias is added to the scores
-OPERANDS = (
-    32 << 10
-)  # the same on Blackwell, whose matrix units take p and ds from memory: what compiled kernels had at most
+OPERANDS = 32 << 10  # the same on Blackwell, whose matrix units take p and ds from there
 
 
 @dataclass(frozen=True)
