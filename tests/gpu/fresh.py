@@ -1,0 +1,17 @@
+"""A pytest plugin for the processes of a parallel run: after an error of the GPU a process can do no more; another follows."""
+
+import os
+import re
+
+FATAL = re.compile(r"CUDA error: (?!out of memory)|unspecified launch failure|illegal memory access")
+_broken = False
+
+
+def pytest_runtest_logreport(report):
+    global _broken
+    _broken = _broken or (report.failed and FATAL.search(str(report.longrepr)) is not None)
+
+
+def pytest_runtest_logfinish():
+    if _broken and "PYTEST_XDIST_WORKER" in os.environ:
+        os._exit(1)
