@@ -189,7 +189,8 @@ def _measure(
     for peer in peers:
         try:
             made = measure.passes(PEERS[peer](shape), *theirs[:3], do=theirs[3])
-            made["forward"](), made["backward"]()
+            made["forward"]()
+            made["backward"]()
             contestants[peer] = made
         except (RuntimeError, torch.OutOfMemoryError) as error:  # a peer that cannot take this problem
             missing[peer] = measure.first_line(error)
