@@ -5,6 +5,12 @@ import re
 
 FATAL = re.compile(r"CUDA error: (?!out of memory)|unspecified launch failure|illegal memory access")
 _broken = False
+_worker = False
+
+
+def pytest_configure(config):
+    global _worker
+    _worker = hasattr(config, "workerinput")
 
 
 def pytest_runtest_logreport(report):
@@ -13,5 +19,5 @@ def pytest_runtest_logreport(report):
 
 
 def pytest_runtest_logfinish():
-    if _broken and "PYTEST_XDIST_WORKER" in os.environ:
+    if _broken and _worker:
         os._exit(1)
