@@ -214,8 +214,10 @@ def pick_dq(dim: int, dtype: torch.dtype, keys: int, uneven: bool, work: str) ->
     if dim <= 128:
         if work != "plain":
             return Config(128, 64, 8, 3)  # ALiBi 599; (64, 64, 4, 2) 513
-        # q and do in registers: 4K full 668, 16K 693 / 698, window of 1K 538; two stages 600, 588 / 592, 507; (128, 64, 8, 3)
-        # 647, 692 / 689, 447
+        if keys > 1024 and uneven:
+            return Config(128, 64, 8, 3)  # the whole pass, causal, 4K 391, 16K 456; with the next one 383, 446
+        # q and do in registers: 4K full 668, 16K full 698, window of 1K 538; two stages 600, 592, 507; (128, 64, 8, 3) 647,
+        # 689, 447
         return Config(64, 64, 4, 3, owned=2)
     if dim <= 256:
         if work != "plain":
