@@ -13,7 +13,7 @@ from tilewise.backends.device.descriptors import tma_start
 from tilewise.backends.device.softmax import LN2, finish_softmax
 from tilewise.tiles import TileRange
 
-from .forward_first import either, either_tile, first_keys, first_weights
+from .forward_first import either, first_keys, first_tile
 from .forward_producer import FIRST, K_LEN, LAST, LSE, Q_LEN, Q_START, ROW, ROWS, SHIFT, SPAN, WORDS, B, H, tile_range
 from .forward_products import await_output, by_rows_of, no_sums, product_layout, start_output, start_scores
 from .forward_scores import tile_scores
@@ -146,21 +146,24 @@ def first_step(
     GROUP: gl.constexpr, shared, at, item, j, first, full_first, full_last, acc, tail, p, base, total, top, interval,
     visit, scoring, CFG: gl.constexpr,
 ):  # fmt: skip
-    """After half a tile: the next tile, if any, of which p is a whole one again."""
-    BLOCK_N: gl.constexpr = CFG.block_n
-    like = gl.zeros([ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
-    base, top = by_rows_of(base, like), by_rows_of(top, like)
-    total = gl.convert_layout(total, thread_sums(like).type.layout, assert_trivial=True)
-    if j >= first:
-        acc, tail, whole, base, total, top = step(
-            GROUP, shared, at, item, j, full_first, full_last, acc, tail, p, base, total, top, interval,
-            visit, scoring, CFG,
-        )  # fmt: skip
-        at += 1
-        j -= 1
+    """After half a tile: the next tile, if any, so that p is of a whole one."""
+    if first_keys(GROUP, CFG) == CFG.block_n:
+        return at, j, acc, tail, p, base, total, top
     else:
-        whole = widened(p, like, shared.keys.tiles.dtype)
-    return at, j, acc, tail, whole, base, total, top
+        BLOCK_N: gl.constexpr = CFG.block_n
+        like = gl.zeros([ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
+        base, top = by_rows_of(base, like), by_rows_of(top, like)
+        total = gl.convert_layout(total, thread_sums(like).type.layout, assert_trivial=True)
+        if j >= first:
+            acc, tail, whole, base, total, top = step(
+                GROUP, shared, at, item, j, full_first, full_last, acc, tail, p, base, total, top, interval,
+                visit, scoring, CFG,
+            )  # fmt: skip
+            at += 1
+            j -= 1
+        else:
+            whole = widened(p, like, shared.keys.tiles.dtype)
+        return at, j, acc, tail, whole, base, total, top
 
 
 @gluon.jit
@@ -286,7 +289,7 @@ def consume(
     NO_LOW: gl.constexpr = interval.left is None and interval.chunk is None and interval.low is None
     NO_HIGH: gl.constexpr = interval.right is None and interval.prefix is None
     EARLY: gl.constexpr = begins_early(NO_LOW, NO_HIGH, visit is None, CFG)
-    queue, queries, keys, values = shared.queue, shared.queries, shared.keys, shared.values
+    queue, queries, values = shared.queue, shared.queries, shared.values
     if GROUP == CFG.groups - 1:
         give_turn(0)
     item = 0
@@ -298,22 +301,14 @@ def consume(
         s = warpgroup_mma_wait(0, [s])
     while more:
         j = last - 1
-        if either(CFG):
-            p, base, total, top = either_tile(GROUP, shared, at, item, j, interval, visit, scoring, CFG)
-        else:
-            keys.free(at)
-            masked = True if CFG.aligned else (j >= full_last) | (j < full_first)
-            s = tile_scores(GROUP, s, j, masked, queue, item, interval, visit, scoring, CFG)
-            p, base, total, top = first_weights(s, scoring, values.tiles.dtype)
+        masked = True if CFG.aligned else (j >= full_last) | (j < full_first)
+        p, base, total, top = first_tile(GROUP, s, masked, shared, at, item, j, interval, visit, scoring, CFG)
         acc, tail = no_sums(shared.out), no_sums(shared.out_tails)
         j -= 1
-        if first_keys(GROUP, CFG) < CFG.block_n:
-            at, j, acc, tail, whole, base, total, top = first_step(
-                GROUP, shared, at, item, j, first, full_first, full_last, acc, tail, p, base, total, top, interval, visit,
-                scoring, CFG,
-            )  # fmt: skip
-        else:
-            whole = p
+        at, j, acc, tail, whole, base, total, top = first_step(
+            GROUP, shared, at, item, j, first, full_first, full_last, acc, tail, p, base, total, top, interval, visit,
+            scoring, CFG,
+        )  # fmt: skip
         at, acc, tail, whole, base, total, top = sweep(
             GROUP, shared, at, item, j, first, full_first, full_last, acc, tail, whole, base, total, top, interval, visit,
             scoring, CFG,

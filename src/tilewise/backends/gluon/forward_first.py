@@ -35,7 +35,7 @@ def first_weights(s, scoring, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def first_tile(
+def left_tile(
     GROUP: gl.constexpr, shared, at, item, j, interval, visit, scoring, KEYS: gl.constexpr, CFG: gl.constexpr
 ):  # fmt: skip
     """(p, base, total, top) of the first KEYS keys of tile j alone; p is 0 for the others."""
@@ -64,7 +64,20 @@ def either_tile(GROUP: gl.constexpr, shared, at, item, j, interval, visit, scori
     HALF: gl.constexpr = CFG.block_n // 2
     WHOLE: gl.constexpr = CFG.block_n
     if seen <= j * CFG.block_n + HALF:
-        p, base, total, top = first_tile(GROUP, shared, at, item, j, interval, visit, scoring, HALF, CFG)
+        p, base, total, top = left_tile(GROUP, shared, at, item, j, interval, visit, scoring, HALF, CFG)
     else:
-        p, base, total, top = first_tile(GROUP, shared, at, item, j, interval, visit, scoring, WHOLE, CFG)
+        p, base, total, top = left_tile(GROUP, shared, at, item, j, interval, visit, scoring, WHOLE, CFG)
     return p, base, total, top
+
+
+@gluon.jit
+def first_tile(
+    GROUP: gl.constexpr, s, masked, shared, at, item, j, interval, visit, scoring, CFG: gl.constexpr
+):  # fmt: skip
+    """The same of tile j, whose product s is there, unless it depends on the item which that is (`either`)."""
+    if either(CFG):
+        return either_tile(GROUP, shared, at, item, j, interval, visit, scoring, CFG)
+    else:
+        shared.keys.free(at)
+        s = tile_scores(GROUP, s, j, masked, shared.queue, item, interval, visit, scoring, CFG)
+        return first_weights(s, scoring, shared.values.tiles.dtype)
