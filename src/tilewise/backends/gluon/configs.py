@@ -19,6 +19,10 @@ class ForwardConfig:
         query_stages: consumers' tiles of queries in shared memory; more than `groups`, and the next ones come early.
         draws: programs draw their work from a counter, which is one more kernel to fill; else it is shared out beforehand.
         shares_out: the output leaves through the queries' shared memory.
+        slack: sums are rescaled when a row's maximum has grown by more than this, in units of log2; with 0 the largest
+            weight is exactly 1, and errors are those of FlashAttention-3.
+        aligned: of each consumer's key tiles the last one is masked and no other, see `forward_sm90.diagonal`.
+        halves: consumers whose rows see only the left half of that tile work on no more; of two it is always the first one.
     """
 
     groups: int
@@ -29,8 +33,13 @@ class ForwardConfig:
     query_stages: int
     draws: bool = True
     shares_out: bool = False
+    slack: float = 8.0
+    aligned: bool = False
+    halves: bool = False
 
     def __post_init__(self):
+        if self.halves and not (self.aligned and self.block_n == 128 and self.groups in (2, 3)):
+            raise ValueError("halves are those of aligned tiles of 128 keys, for two or three consumers")
         if self.groups not in (2, 3, 4):
             raise ValueError(f"groups must be 2, 3 or 4, not {self.groups}")
         if self.block_n not in (64, 128):
@@ -126,7 +135,7 @@ SHORT = 1024  # keys
 
 
 @lru_cache(maxsize=1024)
-def forward_config(D: int, Dv: int, max_k: int, even: bool, plain: bool) -> ForwardConfig:
+def forward_config(D: int, Dv: int, max_k: int, even: bool, plain: bool, diagonal: int = 0) -> ForwardConfig:
     """For tiles of the larger of the two head dims.
 
     Args:
@@ -134,21 +143,32 @@ def forward_config(D: int, Dv: int, max_k: int, even: bool, plain: bool) -> Forw
         max_k: keys of the longest sequence.
         even: all tiles of rows take equally long.
         plain: nothing modifies the scores, which takes registers, and keys are bounded above at most.
+        diagonal: rows, 128 or 64, on whose multiples the diagonal lies, see `forward_sm90.diagonal`; else 0.
     """
     dim = max(held(D), held(Dv))
+    # D128 causal, neither / aligned / halves, too: 512: 319 / 332 / 342, 1024: 468 / 482 / 491, 4096: 665 / 675 / 680. D256:
+    # 512: 343 / 352, 4096: 732 / 734. Not timed with parts of 96 and 192.
+    aligned = diagonal > 0 and dim in (64, 128, 256)
     if dim == 64:
-        # 512: 269 / 412, 1024: 335 / 463; three consumers 222 / 366 and 309 / 434. 16384 in documents of 1,500: 298; three
-        # consumers 257, two 280.
+        # Slack 8 -> 0, 1024: 344 -> 332 / 471 -> 451, 4096: 497 -> 490 / 554 -> 547, 16384: 574 -> 568 / 582 -> 586.
+        # 512: 269 / 412, 1024: 335 / 463; three consumers 222 / 366 and 309 / 434. Aligned, causal: 253 -> 264 and 338 -> 343.
+        # 16384 in documents of 1,500: 298; three consumers 257, two 280.
         if plain and max_k <= SHORT:
             return ForwardConfig(
-                groups=4, block_n=64, stages=4, registers=112, early=False, query_stages=8, draws=False
+                groups=4, block_n=64, stages=4, registers=112, early=False, query_stages=8, draws=False, slack=0.0,
+                aligned=aligned,
             )  # fmt: skip
         # 4096: 499 / 552, with 4 stages or 3 query stages within 1%; 16384: 557 / 578. Work shared out beforehand 529 instead
-        # of 543 (4096, full): three tiles a head, 132 programs.
-        return ForwardConfig(groups=3, block_n=128, stages=2, registers=160, early=False, query_stages=6)
+        # of 543 (4096, full): three tiles a head, 132 programs. Causal, neither / aligned / halves, too: 2048: 431 / 436 /
+        # 448, 4096: 493 / 496 / 504, 16384: 567 / 574 / 582.
+        return ForwardConfig(
+            groups=3, block_n=128, stages=2, registers=160, early=False, query_stages=6, slack=0.0, aligned=aligned,
+            halves=aligned,
+        )  # fmt: skip
     if dim in (96, 128):  # 512: 328 / 553, shared out beforehand 305 / 547; 16384: 752 / 751
         return ForwardConfig(
-            groups=2, block_n=128, stages=2, registers=240, early=True, query_stages=4, draws=not even
+            groups=2, block_n=128, stages=2, registers=240, early=True, query_stages=4, draws=not even, aligned=aligned,
+            halves=aligned and diagonal == 128,
         )  # fmt: skip
     if dim == 192 and parts(Dv) == (128, 0):  # 16384: 806 / 818
         return ForwardConfig(
@@ -159,7 +179,7 @@ def forward_config(D: int, Dv: int, max_k: int, even: bool, plain: bool) -> Forw
     same = parts(D) == parts(Dv)
     return ForwardConfig(
         groups=2, block_n=64, stages=2, registers=232, early=True, query_stages=3 if same else 2, draws=not even,
-        shares_out=same,
+        shares_out=same, aligned=aligned,
     )  # fmt: skip
 
 
@@ -171,7 +191,9 @@ def listed_config(D: int, Dv: int, block_n: int) -> ForwardConfig:
     """
     config = forward_config(D, Dv, block_n, False, False)
     if max(held(D), held(Dv)) == 64:
-        config = ForwardConfig(groups=2, block_n=128, stages=4, registers=240, early=False, query_stages=4)
+        config = ForwardConfig(
+            groups=2, block_n=128, stages=4, registers=240, early=False, query_stages=4, slack=0.0
+        )  # fmt: skip
     if block_n % config.block_n:
         return replace(config, block_n=64, stages=2 * config.stages)
     return config

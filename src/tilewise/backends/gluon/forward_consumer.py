@@ -6,21 +6,20 @@ cores work on that. Consumers issue in turns, so that one computes products whil
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
 from tilewise.backends.device.descriptors import tma_start
 from tilewise.backends.device.softmax import LN2, finish_softmax
 from tilewise.tiles import TileRange
 
+from .forward_first import either, first_keys, first_tile
 from .forward_producer import FIRST, K_LEN, LAST, LSE, Q_LEN, Q_START, ROW, ROWS, SHIFT, SPAN, WORDS, B, H, tile_range
+from .forward_products import await_output, by_rows_of, no_sums, product_layout, start_output, start_scores
 from .forward_scores import tile_scores
 from .pipeline import Queue, Ring, all_written, await_turn, give_turn
-from .registers import exp2_early, halves, joined, packed, rescale, row_tops, thread_sums, unpacked
+from .registers import exp2_early, halves, joined, packed, rescale, row_tops, thread_sums, widened
 from .versions import copy_out, thread_barrier
-
-LOWEST = gl.constexpr(-3.0e38)  # a finite start of the maximum: differences with it are never NaN
-SLACK = gl.constexpr(8.0)  # p may grow to 2^8 before the sums are rescaled
 
 
 @aggregate
@@ -48,32 +47,6 @@ class Shared:
 
 
 @gluon.constexpr_function
-def product_layout(columns):
-    """Where a warpgroup's products of 64 rows lie in registers."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
-@gluon.jit
-def no_sums(tiles):
-    """Zeros, for sums that leave through memory like `tiles`; 0 where there are none."""
-    if tiles is None:
-        return 0
-    else:
-        COLUMNS: gl.constexpr = tiles.shape[len(tiles.shape) - 1]
-        return gl.zeros([ROWS, COLUMNS], gl.float32, product_layout(COLUMNS))
-
-
-@gluon.jit
-def start_scores(queries, copy, keys, at, BLOCK_N: gl.constexpr):
-    """Start q k^T, in one commit group for each part."""
-    zero = gl.zeros([ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
-    s = warpgroup_mma(queries.tile(copy), keys.tile(at).permute((1, 0)), zero, use_acc=False, is_async=True)
-    if queries.tails is not None:
-        s = warpgroup_mma(queries.tail(copy), keys.tail(at).permute((1, 0)), s, is_async=True)
-    return s
-
-
-@gluon.constexpr_function
 def begins_early(no_low, no_high, no_list, config):
     """Whether the first product of an item is issued before the output of the one before it is written.
 
@@ -96,53 +69,60 @@ def begin(GROUP: gl.constexpr, shared, at, item, more, last, CFG: gl.constexpr):
         at = skip(GROUP, shared, at, shared.queue.word(item, LAST) - last, CFG)
         keys.wait(at)
         shared.queries.wait(copy)
+    if either(CFG):
+        return at, 0
+    else:
+        await_turn(GROUP)
+        s = start_scores(shared.queries, copy, keys, at, first_keys(GROUP, CFG))
+        give_turn((GROUP + 1) % CFG.groups)
+        return at, s
+
+
+@gluon.jit
+def step(
+    GROUP: gl.constexpr, shared, at, item, j, full_first, full_last, acc, tail, p, base, total, top, interval, visit,
+    scoring, CFG: gl.constexpr,
+):  # fmt: skip
+    """Key tile j: s = q k^T, and acc += p v of the tile before; p = 2^(s - base), acc and total rescaled.
+
+    `tail`: the last columns of acc, where values have tails.
+    """
+    DTYPE: gl.constexpr = shared.keys.tiles.dtype
+    PARTS: gl.constexpr = 1 if shared.values.tails is None else 2
+    PLAIN: gl.constexpr = visit is None and interval.left is None and interval.chunk is None and interval.low is None
+    ALL: gl.constexpr = interval.right is None or CFG.aligned
+    FULL: gl.constexpr = PLAIN and ALL and interval.prefix is None  # but for the last tile
+    keys, values = shared.keys, shared.values
+    copy = item * CFG.groups + GROUP
+    keys.wait(at + 1)
     await_turn(GROUP)
-    s = start_scores(shared.queries, copy, keys, at, CFG.block_n)
+    s = start_scores(shared.queries, copy, keys, at + 1, CFG.block_n)
+    values.wait(at)
+    acc, tail, operand, tail_operand = start_output(p, values, at, acc, tail)
     give_turn((GROUP + 1) % CFG.groups)
-    return at, s
-
-
-@gluon.jit
-def first_weights(s, scoring, DTYPE: gl.constexpr):
-    """(p, base, total, top) of the scores of one tile alone."""
-    top = row_tops(s) * scoring.factor
-    base = gl.maximum(top, LOWEST)
-    weights = gl.exp2(s * scoring.factor - base[:, None])
-    return packed(weights, DTYPE), base, thread_sums(weights), top
-
-
-@gluon.jit
-def start_output(p, values, at, acc, tail):
-    """Start acc += p v, in one commit group for each part: (acc, tail, the operands, which are in use until it is done)."""
-    operand = left_operand(p, values.tiles.dtype, acc)
-    acc = warpgroup_mma(operand, values.tile(at), acc, is_async=True)
-    if values.tails is None:
-        return acc, tail, operand, operand
-    else:
-        tail_operand = left_operand(p, values.tiles.dtype, tail)
-        return acc, warpgroup_mma(tail_operand, values.tail(at), tail, is_async=True), operand, tail_operand
-
-
-@gluon.jit
-def await_output(values, acc, tail, operand, tail_operand):
-    """The sums of `start_output`, when they are there."""
-    if values.tails is None:
-        acc, operand = warpgroup_mma_wait(0, [acc, operand])
-    else:
-        acc, tail, operand, tail_operand = warpgroup_mma_wait(0, [acc, tail, operand, tail_operand])
-    return acc, tail
-
-
-@gluon.jit
-def left_operand(p, DTYPE: gl.constexpr, acc):
-    """p as the left operand of a product that is added to `acc`."""
-    return unpacked(p, DTYPE, gl.DotOperandLayout(0, acc.type.layout, 2))
-
-
-@gluon.jit
-def by_rows_of(x, like):
-    """One number for each row, as the rows of `like` lie in registers."""
-    return gl.convert_layout(x, gl.SliceLayout(1, like.type.layout), assert_trivial=True)
+    s = warpgroup_mma_wait(PARTS, [s])
+    keys.free(at + 1)
+    masked = False if FULL else (j >= full_last) | (j < full_first)
+    s = tile_scores(GROUP, s, j, masked, shared.queue, item, interval, visit, scoring, CFG)
+    highest = row_tops(s) * scoring.factor
+    top = gl.maximum(top, highest)
+    grown = gl.where(highest > base + CFG.slack, highest, base)
+    alpha = gl.exp2(base - grown)
+    left, right = halves(s * scoring.factor - grown[:, None])
+    if CFG.early:
+        left = exp2_early(left)
+    values.wait(at)  # it is there: without this the compiler waits for the product above, and nothing overlaps
+    acc, tail = await_output(values, acc, tail, operand, tail_operand)
+    values.free(at)
+    acc = rescale(acc, by_rows_of(alpha, acc))
+    if PARTS == 2:
+        tail = rescale(tail, by_rows_of(alpha, tail))
+    if not CFG.early:
+        left = gl.exp2(left)
+    weights = joined(left, gl.exp2(right), s)
+    sums = thread_sums(weights)
+    total = total * by_rows_of(alpha, sums)[:, None] + sums
+    return acc, tail, packed(weights, DTYPE), grown, total, top
 
 
 @gluon.jit
@@ -150,50 +130,40 @@ def sweep(
     GROUP: gl.constexpr, shared, at, item, j, first, full_first, full_last, acc, tail, p, base, total, top, interval,
     visit, scoring, CFG: gl.constexpr,
 ):  # fmt: skip
-    """Key tiles j down to `first`: s = q k^T, and acc += p v of the tile before; p = 2^(s - base), acc and total rescaled.
-
-    `tail`: the last columns of acc, where values have tails.
-    """
-    DTYPE: gl.constexpr = shared.keys.tiles.dtype
-    PARTS: gl.constexpr = 1 if shared.values.tails is None else 2
-    PLAIN: gl.constexpr = visit is None and interval.left is None and interval.chunk is None and interval.low is None
-    FULL: gl.constexpr = PLAIN and interval.right is None and interval.prefix is None  # but for the last tile
-    keys, values = shared.keys, shared.values
-    copy = item * CFG.groups + GROUP
+    """Key tiles j down to `first`."""
     while j >= first:
-        keys.wait(at + 1)
-        await_turn(GROUP)
-        s = start_scores(shared.queries, copy, keys, at + 1, CFG.block_n)
-        values.wait(at)
-        acc, tail, operand, tail_operand = start_output(p, values, at, acc, tail)
-        give_turn((GROUP + 1) % CFG.groups)
-        s = warpgroup_mma_wait(PARTS, [s])
-        keys.free(at + 1)
-        masked = False if FULL else (j >= full_last) | (j < full_first)
-        s = tile_scores(GROUP, s, j, masked, shared.queue, item, interval, visit, scoring, CFG)
-        highest = row_tops(s) * scoring.factor
-        top = gl.maximum(top, highest)
-        grown = gl.where(highest > base + SLACK, highest, base)
-        alpha = gl.exp2(base - grown)
-        left, right = halves(s * scoring.factor - grown[:, None])
-        if CFG.early:
-            left = exp2_early(left)
-        values.wait(at)  # it is there: without this the compiler waits for the product above, and nothing overlaps
-        acc, tail = await_output(values, acc, tail, operand, tail_operand)
-        values.free(at)
-        acc = rescale(acc, by_rows_of(alpha, acc))
-        if PARTS == 2:
-            tail = rescale(tail, by_rows_of(alpha, tail))
-        if not CFG.early:
-            left = gl.exp2(left)
-        weights = joined(left, gl.exp2(right), s)
-        sums = thread_sums(weights)
-        total = total * by_rows_of(alpha, sums)[:, None] + sums
-        p = packed(weights, DTYPE)
-        base = grown
+        acc, tail, p, base, total, top = step(
+            GROUP, shared, at, item, j, full_first, full_last, acc, tail, p, base, total, top, interval, visit,
+            scoring, CFG,
+        )  # fmt: skip
         at += 1
         j -= 1
     return at, acc, tail, p, base, total, top
+
+
+@gluon.jit
+def first_step(
+    GROUP: gl.constexpr, shared, at, item, j, first, full_first, full_last, acc, tail, p, base, total, top, interval,
+    visit, scoring, CFG: gl.constexpr,
+):  # fmt: skip
+    """After half a tile: the next tile, if any, so that p is of a whole one."""
+    if first_keys(GROUP, CFG) == CFG.block_n:
+        return at, j, acc, tail, p, base, total, top
+    else:
+        BLOCK_N: gl.constexpr = CFG.block_n
+        like = gl.zeros([ROWS, BLOCK_N], gl.float32, product_layout(BLOCK_N))
+        base, top = by_rows_of(base, like), by_rows_of(top, like)
+        total = gl.convert_layout(total, thread_sums(like).type.layout, assert_trivial=True)
+        if j >= first:
+            acc, tail, whole, base, total, top = step(
+                GROUP, shared, at, item, j, full_first, full_last, acc, tail, p, base, total, top, interval,
+                visit, scoring, CFG,
+            )  # fmt: skip
+            at += 1
+            j -= 1
+        else:
+            whole = widened(p, like, shared.keys.tiles.dtype)
+        return at, j, acc, tail, whole, base, total, top
 
 
 @gluon.jit
@@ -319,7 +289,7 @@ def consume(
     NO_LOW: gl.constexpr = interval.left is None and interval.chunk is None and interval.low is None
     NO_HIGH: gl.constexpr = interval.right is None and interval.prefix is None
     EARLY: gl.constexpr = begins_early(NO_LOW, NO_HIGH, visit is None, CFG)
-    queue, queries, keys, values = shared.queue, shared.queries, shared.keys, shared.values
+    queue, queries, values = shared.queue, shared.queries, shared.values
     if GROUP == CFG.groups - 1:
         give_turn(0)
     item = 0
@@ -327,22 +297,26 @@ def consume(
     faults = thread_sums(no_sums(shared.out))
     more, first, full_first, full_last, last = await_item(GROUP, queue, item, interval, visit, CFG)
     at, s = begin(GROUP, shared, at, item, more, last, CFG)
-    s = warpgroup_mma_wait(0, [s])
+    if not either(CFG):
+        s = warpgroup_mma_wait(0, [s])
     while more:
-        keys.free(at)
         j = last - 1
-        masked = (j >= full_last) | (j < full_first)
-        s = tile_scores(GROUP, s, j, masked, queue, item, interval, visit, scoring, CFG)
-        p, base, total, top = first_weights(s, scoring, values.tiles.dtype)
+        masked = True if CFG.aligned else (j >= full_last) | (j < full_first)
+        p, base, total, top = first_tile(GROUP, s, masked, shared, at, item, j, interval, visit, scoring, CFG)
         acc, tail = no_sums(shared.out), no_sums(shared.out_tails)
-        at, acc, tail, p, base, total, top = sweep(
-            GROUP, shared, at, item, j - 1, first, full_first, full_last, acc, tail, p, base, total, top, interval, visit,
+        j -= 1
+        at, j, acc, tail, whole, base, total, top = first_step(
+            GROUP, shared, at, item, j, first, full_first, full_last, acc, tail, p, base, total, top, interval, visit,
+            scoring, CFG,
+        )  # fmt: skip
+        at, acc, tail, whole, base, total, top = sweep(
+            GROUP, shared, at, item, j, first, full_first, full_last, acc, tail, whole, base, total, top, interval, visit,
             scoring, CFG,
         )  # fmt: skip
         if not CFG.shares_out:
             queries.free(item * CFG.groups + GROUP)
         values.wait(at)
-        acc, tail, operand, tail_operand = start_output(p, values, at, acc, tail)
+        acc, tail, operand, tail_operand = start_output(whole, values, at, acc, tail)
         if EARLY:
             # Between this product and the next one only what the next one needs; waits for what is there keep it so.
             more, first, full_first, full_last, last = await_item(GROUP, queue, item + 1, interval, visit, CFG)
@@ -366,7 +340,8 @@ def consume(
             more, first, full_first, full_last, last = await_item(GROUP, queue, item + 1, interval, visit, CFG)
             at, s = begin(GROUP, shared, at, item + 1, more, last, CFG)
         item += 1
-        s = warpgroup_mma_wait(0, [s])
+        if not either(CFG):
+            s = warpgroup_mma_wait(0, [s])
     tma.store_wait(0)
     report(GROUP, faults, shared)
     if GROUP == 0:

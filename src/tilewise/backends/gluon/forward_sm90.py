@@ -99,7 +99,22 @@ def _config(D: int, DV: int, call: Lowered) -> ForwardConfig:
         return replace(forward_config(D, DV, SHORT, False, call.scoring.scale is None), draws=True)
     even = not call.varlen and bounds == Interval()
     plain = not call.varlen and call.scoring.scale is None and bounds == Interval(right=bounds.right)
-    return forward_config(D, DV, call.lengths.max_k, even, plain)
+    return forward_config(D, DV, call.lengths.max_k, even, plain, diagonal(call) if plain else 0)
+
+
+def diagonal(call: Lowered) -> int:
+    """Rows, 128 or 64, such that the last keys of rows 0, 128 and so on begin a tile of so many keys; 0: no such number.
+
+    With 64, rows that begin at a multiple of 64 have one key tile at most that needs a mask, their last one. With 128, rows
+    from 128 i to 128 i + 63 see no more than half of it, too: for that no row may see keys beyond the last one.
+    """
+    lengths, right = call.lengths, call.interval.right
+    if call.varlen or right is None or call.interval != Interval(right=right):
+        return 0
+    last = right + (lengths.max_k - lengths.max_q) * lengths.aligned  # that row 0 sees
+    if last % 128 == 0 and lengths.max_q + last <= lengths.max_k:
+        return 128
+    return 64 if last % 64 == 0 else 0
 
 
 def forward(

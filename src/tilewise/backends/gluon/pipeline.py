@@ -154,7 +154,7 @@ def next_place(counter, place):
     if counter is None:
         return (place // programs + 2) * programs - 1 - place % programs
     else:
-        return gl.atomic_add(counter, 1) + programs
+        return gl.atomic_add(counter, 1, sem="relaxed") + programs
 
 
 @aggregate

@@ -129,6 +129,15 @@ def unpacked(x, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
     return gl.convert_layout(gl.join(even, odd).reshape([ROWS, COLUMNS]), LAYOUT, assert_trivial=True)
 
 
+@gluon.jit
+def widened(p, like, DTYPE: gl.constexpr):
+    """Packed weights of half the columns of `like`, and 0 in the others."""
+    COLUMNS: gl.constexpr = 2 * p.shape[1]
+    whole = gl.join(p, gl.zeros_like(p)).permute((0, 2, 1)).reshape([p.shape[0], COLUMNS])
+    LAYOUT: gl.constexpr = packed(like, DTYPE).type.layout
+    return gl.convert_layout(whole, LAYOUT, assert_trivial=True)
+
+
 @gluon.constexpr_function
 def _rescale_asm(count):
     """Operands: `count` results, as many values, as many factors; a thread's values belong to two rows, in turns of two."""
