@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import triton.experimental.gluon.language as gl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # pyright: ignore[reportMissingImports]
 
@@ -15,10 +14,10 @@ from tilewise.backends.device.order import heads_together, multiprocessors
 from tilewise.tiles import cdiv
 
 from .backward_repair import repair_kernel
-from .backward_rows import ALIGNED, ROWS, Shape, finish_kernel, prepare_kernel
+from .backward_rows import ALIGNED, ROWS, STARTS, Shape, finish_kernel, prepare_kernel
 from .backward_sm90 import backward_kernel
 from .configs import BackwardConfig, backward_config, options, padded
-from .descriptors import boxes
+from .descriptors import boxes, lines, matrices, numbers
 
 NOTES_READ = 32  # at a time, by each program
 _prepare, _backward, _finish, _repair = Launcher(), Launcher(), Launcher(), Launcher()
@@ -73,7 +72,8 @@ class _Launch:
         )  # fmt: skip
         rows = max(call.H * head_rows, call.B * batch_rows)
         new = lse.new_empty
-        self.dq_sum, self.minus_lse, self.minus_delta = new((rows, q.shape[-1])), new(rows), new(rows)
+        self.dq_sum, self.minus_lse, self.minus_delta = new(rows * self.columns), new(rows), new(rows)
+        self.starts = new((rows, STARTS.value), dtype=torch.bfloat16) if call.scoring.scale is None else None
         self.row_tiles = aligned // ROWS
         self.row_notes = self.row_tiles * call.H * call.B
         key_notes = self.shape.all_heads * self.shape.tiles * 2
@@ -84,42 +84,55 @@ class _Launch:
         return self.call.kind, layout_key(self.q, self.k, self.v, self.do), self.config
 
     @property
+    def columns(self) -> int:
+        """Columns of all tiles."""
+        return max(self.widths[2:])
+
+    @property
     def widths(self) -> tuple[int, int, int, int]:
         D, DV = self.q.shape[-1], self.v.shape[-1]
         return D, DV, padded(D), padded(DV)
 
     def prepare(self, o: Tensor, dlse: Tensor | None) -> None:
+        _, DV, _, BLOCK_DV = self.widths
         args = (
-            strided(o), strided(self.do), None if dlse is None else per_row(dlse), per_row(self.lse),
-            self.minus_lse, self.minus_delta, self.dq_sum, self.call.lengths, self.call.scoring, self.row_tiles,
-            *self.shape, *self.widths, ROWS,
+            strided(o), strided(self.do), None if dlse is None else per_row(dlse), per_row(self.lse), self.minus_lse,
+            self.minus_delta, self.starts, self.dq_sum, self.call.lengths, self.call.scoring, self.row_tiles, *self.shape,
+            DV, BLOCK_DV, self.columns, ROWS,
         )  # fmt: skip
         _prepare.start(prepare_kernel, (self.key, layout_key(o, dlse)), self.row_notes, args, {"num_warps": 4})
 
     def sum(self) -> None:
         config, call = self.config, self.call
-        columns = max(self.widths[2:])
-        share = [64, columns // 2 if config.block_m == 64 else columns]
-        keys = 64 if config.wide else config.block_n // 2
-        line = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-        shares = gl.NVMMASharedLayout.get_default_for(share, gl.float32)
+        columns, keys = self.columns, 64 if config.wide else config.block_n // 2
         lists = visit(call, config.block_m, config.block_n, transposed=True) if call.lists_tiles else None
         args = (
             boxes(self.q, config.block_m, columns), boxes(self.k, config.block_n, columns),
             boxes(self.v, config.block_n, columns), boxes(self.do, config.block_m, columns),
-            *(TensorDescriptor.from_tensor(x, [config.block_m], line) for x in (self.minus_lse, self.minus_delta)),
-            TensorDescriptor.from_tensor(self.dq_sum, share, shares), boxes(self.dk, keys, columns),
+            *self.numbers(), self.shares(), boxes(self.dk, keys, columns),
             boxes(self.dv, keys, columns), self.broken_keys, call.lengths, call.ordered_interval, lists, call.scoring,
             call.bound.softmax_scale, *self.shape, config,
         )  # fmt: skip
         grid = self.shape.tiles * self.shape.all_heads
         _backward.start(backward_kernel, self.key, grid, args, options(config))
 
+    def numbers(self) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+        """What comes with tiles of q and of do: -lse and -delta, or both with q, see `store_starts`."""
+        rows = self.config.block_m
+        if self.starts is not None:
+            return numbers(self.starts, [rows, STARTS.value]), None
+        return numbers(self.minus_lse, [rows]), numbers(self.minus_delta, [rows])
+
+    def shares(self) -> TensorDescriptor:
+        """What a consumer adds to the sum of dq at one time: 64 rows, or as many numbers as half of their columns."""
+        if self.config.lines:
+            return lines(self.dq_sum, 32 * self.columns)
+        return matrices(self.dq_sum.view(-1, self.columns), 64)
+
     def finish(self) -> None:
-        D, _, BLOCK_D, _ = self.widths
         args = (
             self.dq_sum, strided(self.dq), self.broken_rows, self.call.lengths, self.call.bound.softmax_scale, self.row_tiles,
-            *self.shape, D, BLOCK_D, ROWS,
+            *self.shape, self.q.shape[-1], self.columns, self.config.lines, ROWS,
         )  # fmt: skip
         _finish.start(finish_kernel, self.key, self.row_notes, args, {"num_warps": 4})
 
