@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import triton  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # pyright: ignore[reportMissingImports]
 
@@ -14,11 +15,12 @@ from tilewise.backends.device.order import heads_together, multiprocessors
 from tilewise.tiles import cdiv
 
 from .backward_repair import repair_kernel
-from .backward_rows import ALIGNED, ROWS, STARTS, Shape, finish_kernel, prepare_kernel
+from .backward_rows import ALIGNED, CHAINED, ROWS, STARTS, Shape, finish_kernel, prepare_kernel
 from .backward_sm90 import backward_kernel
 from .configs import BackwardConfig, backward_config, options, padded
 from .descriptors import boxes, lines, matrices, numbers
 
+COMPILED = not triton.knobs.runtime.interpret  # there kernels do not follow one another
 NOTES_READ = 32  # at a time, by each program
 _prepare, _backward, _finish, _repair = Launcher(), Launcher(), Launcher(), Launcher()
 
@@ -98,7 +100,7 @@ class _Launch:
         args = (
             strided(o), strided(self.do), None if dlse is None else per_row(dlse), per_row(self.lse), self.minus_lse,
             self.minus_delta, self.starts, self.dq_sum, self.call.lengths, self.call.scoring, self.row_tiles, *self.shape,
-            DV, BLOCK_DV, self.columns, ROWS,
+            DV, BLOCK_DV, self.columns, ROWS, COMPILED,
         )  # fmt: skip
         _prepare.start(prepare_kernel, (self.key, layout_key(o, dlse)), self.row_notes, args, {"num_warps": 4})
 
@@ -114,7 +116,7 @@ class _Launch:
             call.bound.softmax_scale, *self.shape, config,
         )  # fmt: skip
         grid = self.shape.tiles * self.shape.all_heads
-        _backward.start(backward_kernel, self.key, grid, args, options(config))
+        _backward.start(backward_kernel, self.key, grid, args, options(config) | CHAINED)
 
     def numbers(self) -> tuple[TensorDescriptor, TensorDescriptor | None]:
         """What comes with tiles of q and of do: -lse and -delta, or both with q, see `store_starts`."""
@@ -133,8 +135,9 @@ class _Launch:
         args = (
             self.dq_sum, strided(self.dq), self.broken_rows, self.call.lengths, self.call.bound.softmax_scale, self.row_tiles,
             *self.shape, self.q.shape[-1], self.columns, self.config.lines, ROWS,
+            COMPILED,
         )  # fmt: skip
-        _finish.start(finish_kernel, self.key, self.row_notes, args, {"num_warps": 4})
+        _finish.start(finish_kernel, self.key, self.row_notes, args, {"num_warps": 4} | CHAINED)
 
     def repair(self) -> None:
         tensors = (self.q, self.k, self.v, self.do)
@@ -142,10 +145,10 @@ class _Launch:
             *map(strided, tensors), self.minus_lse, self.minus_delta, *map(strided, (self.dq, self.dk, self.dv)),
             self.broken_rows, self.broken_keys, self.call.lengths, self.call.ordered_interval, self.call.scoring,
             self.call.bound.softmax_scale, self.row_tiles, *self.shape, *self.widths, ROWS, NOTES_READ,
-            2 if self.config.wide else 1,
+            2 if self.config.wide else 1, COMPILED,
         )  # fmt: skip
         grid = multiprocessors(self.q.device)
-        _repair.start(repair_kernel, self.key, grid, args, {"num_warps": 8, "num_stages": 1})
+        _repair.start(repair_kernel, self.key, grid, args, {"num_warps": 8, "num_stages": 1} | CHAINED)
 
     def dsinks(self) -> Tensor:
         shape = (-1, self.call.H, self.shape.head_rows) if not self.call.varlen else (self.call.H, self.shape.head_rows)

@@ -29,10 +29,26 @@ TERMS = tl.constexpr(3)  # 16-bit numbers that add up to a float32: each holds 8
 STARTS = tl.constexpr(16)  # columns of `starts`: the fewest of a product
 DELTA = tl.constexpr(8)  # the first one that -delta has
 LEAST = tl.constexpr(-3e38)  # instead of -inf, whose product with 0 is NaN
+#: Options of kernels that are set up while the one before them runs (programmatic dependent launch).
+CHAINED = {"launch_pdl": True}
 UNSPECIALIZED = (
     *(name for name in Shape._fields if name != "group"),
     "note_tiles",
 )  # a group of 1 needs no loop over heads
+
+
+@triton.jit
+def let_next_start():
+    """The kernel after this one may begin as soon as all programs of this one have, and wait (`await_kernel`)."""
+    tl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def await_kernel():
+    """Until the kernel before this one has ended and what it wrote is there: see `CHAINED`."""
+    tl.inline_asm_elementwise("griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -83,9 +99,11 @@ def place_of(place, tiles, heads):
 def prepare_kernel(
     o, do, dlse, lse, minus_lse, minus_delta, starts, dq_sum, lengths, scoring, note_tiles, heads, heads_kv, group, tiles,
     together, all_heads, batch_rows, head_rows, DV: tl.constexpr, BLOCK_DV: tl.constexpr, COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """-lse (see `statistics`) and -delta = dlse - rowsum(do * o), also as `store_starts` has them; dq_sum = 0."""
+    if CHAIN:
+        let_next_start()
     call = Shape(heads, heads_kv, group, tiles, together, all_heads, batch_rows, head_rows)
     i, b, h = place_of(tl.program_id(0), note_tiles, heads)
     q_start, q_len, _, _, _ = sequence(lengths, b)
@@ -115,8 +133,12 @@ def prepare_kernel(
 def finish_kernel(
     dq_sum, dq, broken, lengths, softmax_scale, note_tiles, heads, heads_kv, group, tiles, together, all_heads, batch_rows,
     head_rows, D: tl.constexpr, COLUMNS: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):  # fmt: skip
     """dq = scale dq_sum, in the dtype of dq; notes whether it is finite."""
+    if CHAIN:
+        await_kernel()
+        let_next_start()
     call = Shape(heads, heads_kv, group, tiles, together, all_heads, batch_rows, head_rows)
     i, b, h = place_of(tl.program_id(0), note_tiles, heads)
     q_start, q_len, _, _, _ = sequence(lengths, b)

@@ -13,7 +13,7 @@ from tilewise.backends.device.rows import tile_of
 from tilewise.backends.device.seqinfo import sequence
 
 from .backward_parts import broken_sums, key_tile, make_shared, masked_tile, meet, produce, row_sweep
-from .backward_rows import UNSPECIALIZED, Shape, sum_row
+from .backward_rows import UNSPECIALIZED, Shape, await_kernel, let_next_start, sum_row
 from .backward_steps import KEYS, narrow_step, wide_step
 from .pipeline import barriers_ready
 from .versions import copy_out, reinterpreted, thread_barrier
@@ -138,6 +138,8 @@ def backward_kernel(
     call = Shape(heads, heads_kv, group, tiles, together, all_heads, batch_rows, head_rows)
     shared = make_shared(q_desc, k_desc, v_desc, do_desc, q_numbers, do_numbers, dq_desc, CFG)
     barriers_ready()
+    await_kernel()
+    let_next_start()
     gl.warp_specialize([
         (consume, (0, shared, dq_desc, dk_desc, dv_desc, broken, lengths, interval, visit, scoring, softmax_scale, call,
                      CFG)),

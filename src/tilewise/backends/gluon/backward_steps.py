@@ -100,6 +100,8 @@ def narrow_step(
     zero_at = unknown_zero(at)
     k, v = shared.k.index(zero_at).reshape([2 * KEYS, D]), shared.v.index(zero_at).reshape([2 * KEYS, D])
     s, dp = start_products(shared, at, k.slice(GROUP * KEYS, KEYS), v.slice(GROUP * KEYS, KEYS), zero, scoring, 0)
+    if at > 0:
+        shared.q.ring.free(at - 1)
     s = warpgroup_mma_wait(1, [s])
     x, slope = exponents(
         s, shared, at, b, h, row, key + GROUP * KEYS, q_len, k_len, shift, interval, scoring, 0, MASKED
@@ -131,15 +133,14 @@ def narrow_step(
         dq = start_share(weights.slice(GROUP * 64, 64, dim=1), k)
     dk = warpgroup_mma(ds, q, dk, is_async=True)
     dv, a_right = warpgroup_mma_wait(2, [dv, a_right])
-    shared.do.ring.free(at)
     tma.store_wait(0)  # the share before this one has left its memory
+    shared.do.ring.free(at)
     dq = warpgroup_mma_wait(1, [dq])
     if BLOCK_M == 64:
         hand_in_lines(GROUP, dq, shared.dq.index(GROUP), dq_desc, dq_row * D)
     else:
         hand_in(dq, shared.dq.index(GROUP), dq_desc, [dq_row + GROUP * 64, 0])
     dk, ds = warpgroup_mma_wait(0, [dk, ds])
-    shared.q.ring.free(at)
     return dk, dv
 
 
