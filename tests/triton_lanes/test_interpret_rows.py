@@ -72,16 +72,17 @@ def test_what_products_start_from_is_exact():
         assert not terms[:, rows.TERMS.value :].any()
 
 
-@pytest.mark.parametrize("lines", [False, True])
-def test_sums_of_dq_are_put_in_order(lines):
+@pytest.mark.parametrize("part", [32, 64])
+def test_sums_of_dq_are_put_in_order(part):
     inputs = make_inputs(Case("full", B=1, Sq=64, H=1, D=64), torch.float16)
     q, k, v = inputs.q, inputs.k, inputs.v
     call = lower(q, k, bind(inputs), 0, 0)
-    config = hopper.BackwardConfig(64 if lines else 128, 128)
+    config = hopper.BackwardConfig(2 * part, 128)
     launch = hopper._Launch(q, k, v, q, q.new_zeros(1, 1, 64).float(), (q.clone(), k.clone(), v.clone()), call, config)
+    assert launch.part == part
     expected = torch.randn(64, 64).half().float()
-    # Two shares of 32 columns; in each eight columns, four warps of 16 rows, eight rows, four pairs, two rows, a pair.
-    shares = expected.reshape(4, 2, 8, 2, 4, 4, 2).permute(3, 4, 0, 2, 5, 1, 6)
-    launch.dq_sum[: 64 * 64] = (shares if lines else expected).reshape(-1)
+    # Shares of some columns; in each eight columns, four warps of 16 rows, eight rows, four pairs, two rows, a pair.
+    shares = expected.reshape(4, 2, 8, 64 // part, part // 8, 4, 2).permute(3, 4, 0, 2, 5, 1, 6)
+    launch.dq_sum[: 64 * 64] = shares.reshape(-1)
     launch.finish()
     torch.testing.assert_close(launch.dq[0, :, 0].float(), expected * call.bound.softmax_scale, rtol=1e-3, atol=1e-4)

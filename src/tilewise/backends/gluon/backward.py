@@ -18,7 +18,7 @@ from .backward_repair import repair_kernel
 from .backward_rows import ALIGNED, CHAINED, ROWS, STARTS, Shape, finish_kernel, prepare_kernel
 from .backward_sm90 import backward_kernel
 from .configs import BackwardConfig, backward_config, options, padded
-from .descriptors import boxes, lines, matrices, numbers
+from .descriptors import boxes, lines, numbers
 
 COMPILED = not triton.knobs.runtime.interpret  # there kernels do not follow one another
 NOTES_READ = 32  # at a time, by each program
@@ -91,6 +91,11 @@ class _Launch:
         return max(self.widths[2:])
 
     @property
+    def part(self) -> int:
+        """Columns of a consumer's share of dq, which has 64 rows."""
+        return self.columns * self.config.block_m // 128
+
+    @property
     def widths(self) -> tuple[int, int, int, int]:
         D, DV = self.q.shape[-1], self.v.shape[-1]
         return D, DV, padded(D), padded(DV)
@@ -111,7 +116,7 @@ class _Launch:
         args = (
             boxes(self.q, config.block_m, columns), boxes(self.k, config.block_n, columns),
             boxes(self.v, config.block_n, columns), boxes(self.do, config.block_m, columns),
-            *self.numbers(), self.shares(), boxes(self.dk, keys, columns),
+            *self.numbers(), lines(self.dq_sum, 64 * self.part), boxes(self.dk, keys, columns),
             boxes(self.dv, keys, columns), self.broken_keys, call.lengths, call.ordered_interval, lists, call.scoring,
             call.bound.softmax_scale, *self.shape, config,
         )  # fmt: skip
@@ -125,16 +130,10 @@ class _Launch:
             return numbers(self.starts, [rows, STARTS.value]), None
         return numbers(self.minus_lse, [rows]), numbers(self.minus_delta, [rows])
 
-    def shares(self) -> TensorDescriptor:
-        """What a consumer adds to the sum of dq at one time: 64 rows, or as many numbers as half of their columns."""
-        if self.config.lines:
-            return lines(self.dq_sum, 32 * self.columns)
-        return matrices(self.dq_sum.view(-1, self.columns), 64)
-
     def finish(self) -> None:
         args = (
             self.dq_sum, strided(self.dq), self.broken_rows, self.call.lengths, self.call.bound.softmax_scale, self.row_tiles,
-            *self.shape, self.q.shape[-1], self.columns, self.config.lines, ROWS,
+            *self.shape, self.q.shape[-1], self.columns, self.part, ROWS,
             COMPILED,
         )  # fmt: skip
         _finish.start(finish_kernel, self.key, self.row_notes, args, {"num_warps": 4} | CHAINED)

@@ -79,13 +79,13 @@ def store_starts(starts, at, minus_lse, minus_delta):
 
 
 @triton.jit
-def as_rows(shares, COLUMNS: tl.constexpr):
-    """64 rows of dq's sum from the shares of two consumers, half of the columns each, as their threads hold them.
+def as_rows(shares, COLUMNS: tl.constexpr, PART: tl.constexpr):
+    """64 rows of dq's sum from consumers' shares, PART columns after PART columns, each as threads hold it.
 
     That is eight columns after eight columns, warp by warp (16 rows), thread by thread (8 rows, 4 pairs of columns), and
     of each thread two pairs, eight rows apart: 16 bytes that lie next to the 16 of the next thread.
     """
-    x = tl.reshape(shares, [2, COLUMNS // 16, 4, 8, 4, 2, 2])
+    x = tl.reshape(shares, [COLUMNS // PART, PART // 8, 4, 8, 4, 2, 2])
     return tl.reshape(tl.permute(x, (2, 5, 3, 0, 1, 4, 6)), [64, COLUMNS])
 
 
@@ -132,7 +132,7 @@ def prepare_kernel(
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def finish_kernel(
     dq_sum, dq, broken, lengths, softmax_scale, note_tiles, heads, heads_kv, group, tiles, together, all_heads, batch_rows,
-    head_rows, D: tl.constexpr, COLUMNS: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr,
+    head_rows, D: tl.constexpr, COLUMNS: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
     CHAIN: tl.constexpr,
 ):  # fmt: skip
     """dq = scale dq_sum, in the dtype of dq; notes whether it is finite."""
@@ -146,8 +146,7 @@ def finish_kernel(
         tl.store(broken + tl.program_id(0), 0)
         return
     first = tl.cast(sum_row(lengths, b, h, q_start, call) + i * ROWS, tl.int64) * COLUMNS
-    x = tl.load(dq_sum + first + tl.arange(0, ROWS * COLUMNS))
-    x = as_rows(x, COLUMNS) if LINES else tl.reshape(x, [ROWS, COLUMNS])
+    x = as_rows(tl.load(dq_sum + first + tl.arange(0, ROWS * COLUMNS)), COLUMNS, PART)
     row, column = i * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     x = tl.where((row < q_len)[:, None] & (column < D)[None, :], x, 0.0)
     tl.store(broken + tl.program_id(0), not_finite(x))

@@ -100,8 +100,6 @@ def narrow_step(
     zero_at = unknown_zero(at)
     k, v = shared.k.index(zero_at).reshape([2 * KEYS, D]), shared.v.index(zero_at).reshape([2 * KEYS, D])
     s, dp = start_products(shared, at, k.slice(GROUP * KEYS, KEYS), v.slice(GROUP * KEYS, KEYS), zero, scoring, 0)
-    if at > 0:
-        shared.q.ring.free(at - 1)
     s = warpgroup_mma_wait(1, [s])
     x, slope = exponents(
         s, shared, at, b, h, row, key + GROUP * KEYS, q_len, k_len, shift, interval, scoring, 0, MASKED
@@ -136,11 +134,9 @@ def narrow_step(
     tma.store_wait(0)  # the share before this one has left its memory
     shared.do.ring.free(at)
     dq = warpgroup_mma_wait(1, [dq])
-    if BLOCK_M == 64:
-        hand_in_lines(GROUP, dq, shared.dq.index(GROUP), dq_desc, dq_row * D)
-    else:
-        hand_in(dq, shared.dq.index(GROUP), dq_desc, [dq_row + GROUP * 64, 0])
+    hand_in(GROUP, dq, shared.dq.index(GROUP), dq_desc, dq_row * D)
     dk, ds = warpgroup_mma_wait(0, [dk, ds])
+    shared.q.ring.free(at)
     return dk, dv
 
 
@@ -154,26 +150,20 @@ def start_share(ds, k):
 
 
 @gluon.jit
-def hand_in(dq, staging, dq_desc, start):
-    """Add a share of dq to the sum in global memory."""
-    staging.store(dq)
-    fence_async_shared()
-    thread_barrier()
-    add_to(dq_desc, start, staging)
+def hand_in(GROUP: gl.constexpr, dq, memory, dq_desc, first):
+    """Add a share of dq to the sum in global memory, of which number `first` is the row tile's first.
 
-
-@gluon.jit
-def hand_in_lines(GROUP: gl.constexpr, dq, memory, dq_desc, first):
-    """The same in the order in which threads hold it, 16 bytes each: as rows, banks of shared memory would conflict.
-
-    `first` is the number in the sum that the row tile begins with. See `as_rows`.
+    In the order in which threads hold it, 16 bytes each (see `as_rows`): as rows, banks of shared memory would conflict.
     """
     ROWS: gl.constexpr = dq.type.shape[0]
     COLUMNS: gl.constexpr = dq.type.shape[1]
     BOX: gl.constexpr = dq_desc.block_type.shape
+    staging = reinterpreted(memory, gl.float32, BOX, dq_desc.layout)
     parts = dq.reshape([ROWS // 16, 2, 8, COLUMNS // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
-    start = [first // BOX[1] + GROUP * BOX[0], 0]
-    hand_in(parts.reshape(BOX), reinterpreted(memory, gl.float32, BOX, dq_desc.layout), dq_desc, start)
+    staging.store(parts.reshape(BOX))
+    fence_async_shared()
+    thread_barrier()
+    add_to(dq_desc, [first // BOX[1] + GROUP * BOX[0], 0], staging)
 
 
 @gluon.jit
@@ -215,7 +205,7 @@ def wide_step(
     dv, dq, dk = warpgroup_mma_wait(0, [dv, dq, dk])
     meet()  # nobody reads these rows any more
     if GROUP == 0:
-        hand_in_lines(GROUP, dq, q, dq_desc, dq_row * (2 * PART))
+        hand_in(GROUP, dq, q, dq_desc, dq_row * (2 * PART))
     else:
-        hand_in_lines(GROUP, dq, do, dq_desc, dq_row * (2 * PART))
+        hand_in(GROUP, dq, do, dq_desc, dq_row * (2 * PART))
     return dk, dv

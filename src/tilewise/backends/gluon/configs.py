@@ -89,11 +89,6 @@ class BackwardConfig:
         return self.block_n == 64
 
     @property
-    def lines(self) -> bool:
-        """Whether shares of dq are added in the order of `as_rows`, and not by rows: see notes.md."""
-        return self.block_m == 64
-
-    @property
     def frees(self) -> int:
         """Consumers that free a row tile: in the wide form the one through whose rows its share of dq has left."""
         return 1 if self.wide else 2

@@ -43,12 +43,6 @@ def numbers(x: Tensor, box: list[int]) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(x, box, line if len(box) == 1 else matrix)
 
 
-def matrices(x: Tensor, rows: int) -> TensorDescriptor:
-    """The descriptor of whole rows of a float32 matrix."""
-    box = [rows, x.shape[1]]
-    return TensorDescriptor.from_tensor(x, box, gl.NVMMASharedLayout.get_default_for(box, gl.float32))
-
-
 LINE = 256  # float32 numbers: the longest row of a box
 
 
