@@ -54,7 +54,7 @@ def test_broken_sums_are_summed_again(case):
 
 
 def test_what_products_start_from_is_exact():
-    """The terms of -lse and -delta add up to them, to the last bit but one; rows that see no key start from below all scores."""
+    """The terms of -lse and -delta add up to them, to the last bit but one; rows that see no key start below all scores."""
     inputs = make_inputs(Case("causal", B=1, Sq=150, Sk=100, H=2, D=64, mask=(CAUSAL,)), torch.float16)
     bound, q, k, v = bind(inputs), inputs.q, inputs.k, inputs.v
     o, lse, _ = TritonBackend().forward(q, k, v, bound, 0, 0)
