@@ -113,6 +113,7 @@ MODIFIERS = [
     Case("bias_per_key", B=3, Sq=43, Sk=77, bias="B11K"),
     Case("bias_per_row", Sq=43, Sk=77, bias="H Q1".replace(" ", "")),
     Case("bias_scalar", Sq=43, Sk=77, bias="", sinks=True),
+    Case("bias_d256", B=1, Sq=150, Sk=200, H=4, Hkv=2, D=256, bias="HQK", mask=(CAUSAL,)),
     Case("bias_ones", Sq=20, Sk=30, bias="1111", sinks=True),
     Case("sinks", Sq=70, Sk=50, H=4, Hkv=2, sinks=True, mask=(CAUSAL,)),
     Case("sinks_rows_without_keys", Sq=70, Sk=50, H=4, Hkv=2, sinks=True, poison=True, mask=(CAUSAL, ("dense", "Q1", 0.7))),

@@ -45,6 +45,7 @@ class Structure:
     sinks: bool
     dropout: float
     strides: str
+    constants: bool = False  # bias and slopes get no gradients: other kernels run without them
 
 
 def numbers(sizes: str, low: int = 0, high: int = 150) -> st.SearchStrategy[int]:
@@ -132,6 +133,7 @@ def problems(draw, of: Structure) -> Case:
         strides=of.strides,
         magnitude=draw(st.sampled_from((1.0, 3.0))),
         poison=draw(st.booleans()),
+        needs=("q", "k", "v", "sinks") if of.constants else None,
         **(_packed_sizes(draw, of) if of.varlen else _dense_sizes(draw, of)),
     )
 

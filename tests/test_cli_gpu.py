@@ -48,6 +48,33 @@ def test_processes_give_what_one_gives_in_order():
     assert list(measure.in_processes(max, arguments, 2)) == list(measure.in_processes(max, arguments, 1)) == [4, 7, 5]
 
 
+def test_no_size_of_flex_attention_runs_uncompiled(monkeypatch):
+    """PyTorch compiles eight by default; what comes after them is not what is to be timed."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiler(function, backend="eager", **options))
+    sizes = range(16, 26)
+    with torch.no_grad():
+        for S in sizes:
+            q, k, v = torch.randn(3, 1, 2, S, 16)
+            found = gpu._flex(Shape(1, 2, 2, S, 16, False))(q, k, v)
+            torch.testing.assert_close(found, torch.nn.functional.scaled_dot_product_attention(q, k, v))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == len(sizes)
+
+
+def test_kernels_that_do_not_start_are_refused(monkeypatch, on_cpu):
+    monkeypatch.setattr(gpu, "DEVICE", "cpu")
+
+    def broken(*_, **__):
+        raise RuntimeError("out of shared memory\nmore")
+
+    monkeypatch.setattr(gpu, "ours", lambda shape: broken)
+    monkeypatch.setattr(gpu_features.tilewise, "attention", broken)
+    said = "RuntimeError: out of shared memory"
+    assert gpu._complaint(SHAPE, torch.float32, ()) == gpu_features._complaint("causal", torch.float32, None) == said
+
+
 def test_means():
     means = gpu._means(_results(), ["flash", "cudnn"])
     assert means == pytest.approx({"forward over flash": 6**0.5, "backward over flash": 6**0.5})

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -73,6 +74,39 @@ def test_the_hash_is_of_names_and_contents(tmp_path):
 )
 def test_tests_of_one_case_stay_together(name, group):
     assert report.group_of(name) == group
+
+
+BROKEN = """
+import os, pytest
+@pytest.mark.parametrize("n", range(4))
+def test_of(n):
+    assert os.environ.get("BROKEN") is None
+    if n == 0:
+        os.environ["BROKEN"] = "1"
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+"""
+
+
+def _reported(folder):
+    """What the report says of a file of tests."""
+    command = [sys.executable, GPU / "report.py", "--json", folder / "r.json", "-n", "1", "--rootdir", folder]
+    subprocess.run([*map(str, command), str(folder / "test_a.py")], check=False, capture_output=True, timeout=100)
+    return json.loads((folder / "r.json").read_text())
+
+
+def test_an_error_of_the_gpu_ends_its_process_only(tmp_path):
+    (tmp_path / "test_a.py").write_text(BROKEN)
+    found = _reported(tmp_path)
+    assert found["outcomes"] == {"passed": 3, "failed": 1, "skipped": 0}
+    assert "illegal memory access" in str(found["failures"])
+
+
+@pytest.mark.parametrize("last", [0, 3])
+def test_a_test_that_ends_its_process_fails_and_is_not_tried_again(last, tmp_path):
+    (tmp_path / "test_a.py").write_text(BROKEN.replace("n == 0", f"n == {last}").replace("raise", "os._exit(7) #"))
+    found = _reported(tmp_path)
+    assert found["outcomes"] == {"passed": 3, "failed": 1, "skipped": 0}
+    assert report.DIED in str(found["failures"])
 
 
 WATCHED = """========= COMPUTE-SANITIZER

@@ -28,6 +28,7 @@ from tilewise.cli import output
 
 ROOT = Path(__file__).parent.parent.parent
 KEPT_TEXT = 2000  # characters of a failure
+DIED = "crashed while running"  # what pytest-xdist says of the test in which a process ended
 
 
 def source_hash(root: Path = ROOT) -> str:
@@ -65,7 +66,9 @@ def write(path: Path, report: dict[str, Any]) -> None:
     skipped = sum(len(names) for names in report["skips"].values())
     outcomes = {"passed": len(report["passed"]), "failed": len(report["failures"]), "skipped": skipped}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report | {"machine": machine, "outcomes": outcomes}, indent=1) + "\n")
+    part = path.with_name(path.name + ".part")  # a run that is killed while it writes leaves what was there
+    part.write_text(json.dumps(report | {"machine": machine, "outcomes": outcomes}, indent=1) + "\n")
+    part.replace(path)
 
 
 def add_test(report: dict[str, Any], name: str, outcome: str, text: str) -> None:
@@ -96,6 +99,34 @@ def group_of(name: str) -> str:
     return name
 
 
+class Groups(LoadScopeScheduling):
+    """Gives groups of tests to processes, and when a process dies goes on without the test that it died in."""
+
+    def _split_scope(self, nodeid):
+        return group_of(nodeid)
+
+    def remove_node(self, node):
+        workload = self.assigned_work.pop(node)
+        waiting = [(group, name) for group, tests in workload.items() for name, done in tests.items() if not done]
+        if not waiting:
+            return None
+        group, died = waiting[0]
+        workload[group][died] = True
+        for group, tests in workload.items():
+            if rest := {name: done for name, done in tests.items() if not done}:
+                self.workqueue[group] = rest
+        for other in self.assigned_work:
+            self._reschedule(other)
+        return died
+
+    def _reschedule(self, node):
+        """A process starts a test when it knows the next one, or that there is none; more would keep them from others."""
+        while self.workqueue and not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
+            self._assign_work_unit(node)
+        if not self.workqueue and not node.shutting_down:
+            node.shutdown()
+
+
 class Recorder:
     """A pytest plugin that adds each test to a report, and writes it as they come: a run cut short leaves its part."""
 
@@ -107,16 +138,15 @@ class Recorder:
 
     def pytest_xdist_make_scheduler(self, config, log):
         """Workers take groups of tests, so that one process compiles a kernel, not several at once."""
-        scheduler = LoadScopeScheduling(config, log)
-        scheduler._split_scope = group_of
-        return scheduler
+        return Groups(config, log)
 
     def pytest_runtest_logreport(self, report):
         self.seconds[report.nodeid] += report.duration
         if report.when == "call" or report.outcome != "passed":
             text = report.longrepr[2] if report.skipped else str(report.longrepr) if report.failed else ""
-            add_test(self.report, report.nodeid, report.outcome, text)
-            if time.perf_counter() - self.written > 5:
+            if not (DIED in text and report.nodeid in self.report["failures"]):  # what it died of is told already
+                add_test(self.report, report.nodeid, report.outcome, text)
+            if time.perf_counter() - self.written > 2:
                 self.write()
 
     def pytest_sessionfinish(self):
@@ -136,7 +166,7 @@ def main() -> int:
     options, rest = parser.parse_known_args()
     report = read(options.json, source_hash())
     done = [] if options.again else [f"--deselect={name}" for name in report["passed"]]
-    arguments = ["-q", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *done, *rest]
+    arguments = ["-q", "-p", "no:cacheprovider", "-p", "fresh", "--rootdir", str(ROOT), *done, *rest]
     return int(pytest.main(arguments, plugins=[Recorder(options.json, report)]))
 
 

@@ -55,6 +55,16 @@ def test_wide_heads_compile(case, target):
     _fits(compile_call(make_inputs(case, torch.bfloat16), target), target)
 
 
+@pytest.mark.parametrize("mask", [(), (CAUSAL,)])
+def test_owned_rows_of_wide_heads_fit_in_registers(mask):
+    """Beside sums of 128 registers a thread; the loop that repairs NaN may spill."""
+    *_, dq, _, dv = compile_call(make_inputs(Case("wide", Sq=512, H=1, D=256, mask=mask), torch.bfloat16), "sm_90")
+    for kernel in (dq, dv):
+        loop = product_loops(kernel)[0]
+        assert not [x for x in loop if "LDL" in x or "STL" in x]
+        assert [x for x in loop if re.match(r".*HGMMA\.64x32x16\S* R\d+, R\d+,", x)], kernel.name  # s from registers
+
+
 def test_a_sound_assembler_makes_the_code():
     """ptxas 12.8 addresses operands of Hopper's products wrongly (`assembler`): PTX 8.7 is its newest language."""
     assert tuple(map(int, sound_ptxas().version.split("."))) >= (12, 9)

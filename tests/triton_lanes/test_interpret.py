@@ -3,13 +3,20 @@
 TRITON_INTERPRET is read when a kernel is defined: this file needs a process of its own, started with TRITON_INTERPRET=1.
 """
 
+import importlib
+
 import pytest
 import torch
 import triton
 from cases import CASES
 
 import tilewise
-from tilewise.testing import Case, Inputs, assert_matches_reference, make_inputs
+from tilewise.backends.base import Needs
+from tilewise.backends.device.lower import lower
+from tilewise.backends.triton.configs import Config
+from tilewise.testing import Case, Inputs, assert_matches_reference, bind, make_inputs
+
+backward = importlib.import_module("tilewise.backends.triton.backward")
 
 assert triton.knobs.runtime.interpret, "run with TRITON_INTERPRET=1"
 
@@ -38,6 +45,47 @@ def test_16_bit():
     """float16 only: Triton 3.6's interpreter multiplies bfloat16 matrices wrongly."""
     case = Case("16_bit", B=1, Sq=70, Sk=90, H=2, Hkv=1, D=24, mask=(("causal",),), dropout=0.2, softcap=5.0)
     assert_matches_reference(make_inputs(case, torch.float16), backend="triton")
+
+
+TURNED = (
+    "window", "document_per_sequence", "blocks_per_head", "dense_row_mask", "gqa3_short", "varlen_empty_sequences",
+    "varlen_mix", "mix_everything",
+)  # fmt: skip
+FULL = [
+    Case("full", Sq=90, Sk=70, H=2, Hkv=1, D=20),
+    Case("full_varlen", lengths_q=(60, 0, 35), lengths_k=(70, 9, 30), H=2, D=16),
+    Case("causal", Sq=90, Sk=70, H=2, D=16, mask=(("causal",),)),
+]
+
+
+APART = Config(16, 32, owned=2, turned=True), Config(16, 16, owned=1, turned=True)  # dv in a kernel of its own
+TOGETHER = APART[0], APART[0]
+
+
+@pytest.mark.parametrize(
+    ("case", "of_dk", "of_dv"),
+    [(case, *TOGETHER) for case in CASES if case.name in TURNED] + [(case, *APART) for case in FULL],
+    ids=lambda x: x.name if isinstance(x, Case) else "",
+)
+def test_walks_begin_anywhere(case, of_dk, of_dv, monkeypatch):
+    monkeypatch.setattr(backward, "backward_configs", lambda *_: (APART[0], of_dk, of_dv))
+    assert_matches_reference(make_inputs(case, torch.float32), backend="triton")
+
+
+def test_turned_sums_are_the_same_at_each_call():
+    q, k, v, do = torch.randn(4, 1, 96, 1, 16)
+    call = lower(q, k, bind(Inputs(q, k, v, {})), 0, 0)
+    needs = Needs(False, False, True, False, False, False)
+
+    def dv(turned):
+        configs = (Config(16, 16, turned=turned),) * 3
+        return backward.backward(do, None, q, k, v, q, torch.zeros(1, 1, 96), call, needs, configs).dv
+
+    straight, turned = dv(False), dv(True)
+    assert torch.equal(turned, dv(True))
+    assert torch.equal(turned[:, :16], straight[:, :16])  # the first key tile begins at the first rows
+    assert not torch.equal(turned, straight)
+    torch.testing.assert_close(turned, straight)
 
 
 HUGE = 2**31 - 1

@@ -25,6 +25,7 @@ from tilewise.testing import Inputs, Judge, judge_of
 TOKENS, HIDDEN = 16384, 2048
 IDLE, BURST = 0.12, 0.025  # seconds: without idling the power limit decides who is fast
 DEVICE = "cuda"
+MOST_COMPILED = 1024  # sizes and masks of FlexAttention in one process
 PASSES = {"forward": 1.0, "backward": 2.5}  # FLOPs of a pass, in those of the forward pass
 OURS, PORTABLE = "tilewise", "triton"
 
@@ -50,11 +51,14 @@ def _sdpa(backend: SDPBackend) -> Callable[[Shape], Callable[..., Tensor]]:
 
 def compiled_flex() -> Callable[..., Any]:
     """FlexAttention for tensors of one size, whose backward pass can be timed again and again."""
+    from torch._dynamo import config as dynamo  # noqa: PLC0415
     from torch._functorch import config  # noqa: PLC0415
     from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415
 
     config.donated_buffer = False  # by default a backward pass may write over what it was given, once
-    return torch.compile(flex_attention, dynamic=False)
+    # By default the ninth size or mask in one process would run uncompiled, and with a warning only.
+    dynamo.recompile_limit = dynamo.accumulated_recompile_limit = MOST_COMPILED
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 def _flex(shape: Shape) -> Callable[..., Tensor]:
@@ -112,7 +116,7 @@ def bench(
     with Progress(console=stderr, transient=True, disable=not stderr.is_terminal) as progress:
         checking = progress.add_task("compiling and checking", total=len(problems))
         right = []
-        complaints = measure.in_processes(_check, [(*problem, peers) for problem in problems], measure.WORKERS)
+        complaints = measure.in_processes(_complaint, [(*problem, peers) for problem in problems], measure.WORKERS)
         for (shape, dtype), complaint in zip(problems, complaints, strict=True):
             if complaint:
                 refused.append(f"{shape} {short(dtype)}: {complaint}")
@@ -138,6 +142,14 @@ def _data(results: list[dict[str, Any]], refused: list[str], peers: Sequence[str
 def _draw(shape: Shape, dtype: torch.dtype) -> list[Tensor]:
     """q, k, v and do, (B, S, H, D)."""
     return [torch.randn(shape.B, shape.S, shape.H, shape.D, device=DEVICE, dtype=dtype) for _ in "qkvo"]
+
+
+def _complaint(shape: Shape, dtype: torch.dtype, peers: Sequence[str]) -> str:
+    """What is wrong, be it that our kernels do not even start; "" if nothing: other problems are still timed."""
+    try:
+        return _check(shape, dtype, peers)
+    except Exception as error:  # whatever a kernel's compiler throws
+        return measure.first_line(error)
 
 
 def _check(shape: Shape, dtype: torch.dtype, peers: Sequence[str]) -> str:
@@ -176,9 +188,12 @@ def _measure(
     missing = {}
     for peer in peers:
         try:
-            contestants[peer] = measure.passes(PEERS[peer](shape), *theirs[:3], do=theirs[3])
+            made = measure.passes(PEERS[peer](shape), *theirs[:3], do=theirs[3])
+            made["forward"]()
+            made["backward"]()
+            contestants[peer] = made
         except (RuntimeError, torch.OutOfMemoryError) as error:  # a peer that cannot take this problem
-            missing[peer] = str(error).splitlines()[0]
+            missing[peer] = measure.first_line(error)
     flops = 4.0 * shape.B * shape.H * shape.S * shape.S * shape.D * (0.5 if shape.causal else 1.0)
     found = []
     for name, share in PASSES.items():

@@ -15,7 +15,7 @@ from torch import Tensor
 from tilewise import Causal, lab
 from tilewise.cli import gpu
 from tilewise.cli.lab_common import PASSES, Dtype, Rounds, chosen, clock, draw, dtype_for, time_passes, to_dict
-from tilewise.cli.measure import WORKERS, in_processes, passes
+from tilewise.cli.measure import WORKERS, first_line, in_processes, passes
 from tilewise.cli.output import FAILED, JsonFile, PlotFile, console, fail, short, stderr, table, write_json, write_plot
 from tilewise.cli.problems import Shape
 
@@ -91,7 +91,7 @@ def _complaints(shape: Shape, systems: Sequence[lab.System], dtype: torch.dtype,
             if device == "cuda":  # the whole problem: its kernels may be others than those of one head
                 passes(attend, *tensors[:3], do=tensors[3])["backward"]()
         except Exception as error:  # whatever a kernel's compiler throws on another GPU: the other systems still run
-            wrong = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+            wrong = first_line(error)
         if wrong:
             found[system.name] = wrong
     return found

@@ -118,6 +118,11 @@ def passes(attention: Callable[..., Tensor], *tensors: Tensor, do: Tensor) -> di
     return {"forward": forward, "backward": backward}
 
 
+def first_line(error: Exception) -> str:
+    """What went wrong, in one line."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
 def in_processes(function: Callable[..., Any], arguments: Sequence[tuple], workers: int) -> Iterator[Any]:
     """``function(*args)`` for each of `arguments`, in their order, by so many fresh processes; by this one if one is enough.
 

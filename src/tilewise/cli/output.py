@@ -56,7 +56,9 @@ def write_json(path: Path | None, command: str, data: dict[str, Any], say: bool 
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"command": command, "machine": machine(), **data}, indent=2) + "\n")
+    part = path.with_name(path.name + ".part")  # whoever is stopped while writing leaves what was there
+    part.write_text(json.dumps({"command": command, "machine": machine(), **data}, indent=2) + "\n")
+    part.replace(path)
     if say:
         console.print(f"wrote {path}")
 

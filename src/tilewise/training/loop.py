@@ -66,7 +66,8 @@ class Trainer:
             torch.set_num_threads(config.threads)
         torch.manual_seed(config.seed)
         self.config, self.train, self.valid = config, train, valid
-        self.model = GPT(config, vocab_size, make_attend).to(config.device)
+        with torch.device(config.device):  # drawn there: a billion weights take a CPU 20 seconds
+            self.model = GPT(config, vocab_size, make_attend)
         self.optimizer = make_optimizer(self.model, config)
         self.steps_done = 0
 

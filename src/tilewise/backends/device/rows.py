@@ -122,6 +122,16 @@ def row_tiles(
 
 
 @triton.jit
+def entry_at(place, walk, begin):
+    """Which entry comes at a place of a walk: from entry `begin` on, where there is one, and after the last the first."""
+    if begin is None:
+        return place
+    else:
+        entry = place + begin - walk.first
+        return tl.where(entry < walk.last, entry, entry - (walk.last - walk.first))
+
+
+@triton.jit
 def tile_of(entry, walk, visit):
     """The tile that an entry stands for; any tile where the walk is over."""
     if visit is None:

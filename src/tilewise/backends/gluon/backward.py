@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-import triton.experimental.gluon.language as gl  # pyright: ignore[reportMissingImports]
+import triton  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # pyright: ignore[reportMissingImports]
 
@@ -15,11 +15,12 @@ from tilewise.backends.device.order import heads_together, multiprocessors
 from tilewise.tiles import cdiv
 
 from .backward_repair import repair_kernel
-from .backward_rows import ALIGNED, ROWS, Shape, finish_kernel, prepare_kernel
+from .backward_rows import ALIGNED, CHAINED, ROWS, STARTS, Shape, finish_kernel, prepare_kernel
 from .backward_sm90 import backward_kernel
 from .configs import BackwardConfig, backward_config, options, padded
-from .descriptors import boxes
+from .descriptors import boxes, lines, numbers
 
+COMPILED = not triton.knobs.runtime.interpret  # there kernels do not follow one another
 NOTES_READ = 32  # at a time, by each program
 _prepare, _backward, _finish, _repair = Launcher(), Launcher(), Launcher(), Launcher()
 
@@ -73,7 +74,8 @@ class _Launch:
         )  # fmt: skip
         rows = max(call.H * head_rows, call.B * batch_rows)
         new = lse.new_empty
-        self.dq_sum, self.minus_lse, self.minus_delta = new((rows, q.shape[-1])), new(rows), new(rows)
+        self.dq_sum, self.minus_lse, self.minus_delta = new(rows * self.columns), new(rows), new(rows)
+        self.starts = new((rows, STARTS.value), dtype=torch.bfloat16) if call.scoring.scale is None else None
         self.row_tiles = aligned // ROWS
         self.row_notes = self.row_tiles * call.H * call.B
         key_notes = self.shape.all_heads * self.shape.tiles * 2
@@ -84,44 +86,57 @@ class _Launch:
         return self.call.kind, layout_key(self.q, self.k, self.v, self.do), self.config
 
     @property
+    def columns(self) -> int:
+        """Columns of all tiles."""
+        return max(self.widths[2:])
+
+    @property
+    def part(self) -> int:
+        """Columns of a consumer's share of dq, which has 64 rows."""
+        return self.columns * self.config.block_m // 128
+
+    @property
     def widths(self) -> tuple[int, int, int, int]:
         D, DV = self.q.shape[-1], self.v.shape[-1]
         return D, DV, padded(D), padded(DV)
 
     def prepare(self, o: Tensor, dlse: Tensor | None) -> None:
+        _, DV, _, BLOCK_DV = self.widths
         args = (
-            strided(o), strided(self.do), None if dlse is None else per_row(dlse), per_row(self.lse),
-            self.minus_lse, self.minus_delta, self.dq_sum, self.call.lengths, self.call.scoring, self.row_tiles,
-            *self.shape, *self.widths, ROWS,
+            strided(o), strided(self.do), None if dlse is None else per_row(dlse), per_row(self.lse), self.minus_lse,
+            self.minus_delta, self.starts, self.dq_sum, self.call.lengths, self.call.scoring, self.row_tiles, *self.shape,
+            DV, BLOCK_DV, self.columns, ROWS, COMPILED,
         )  # fmt: skip
         _prepare.start(prepare_kernel, (self.key, layout_key(o, dlse)), self.row_notes, args, {"num_warps": 4})
 
     def sum(self) -> None:
         config, call = self.config, self.call
-        columns = max(self.widths[2:])
-        share = [64, columns // 2 if config.block_m == 64 else columns]
-        keys = 64 if config.wide else config.block_n // 2
-        line = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-        shares = gl.NVMMASharedLayout.get_default_for(share, gl.float32)
+        columns, keys = self.columns, 64 if config.wide else config.block_n // 2
         lists = visit(call, config.block_m, config.block_n, transposed=True) if call.lists_tiles else None
         args = (
             boxes(self.q, config.block_m, columns), boxes(self.k, config.block_n, columns),
             boxes(self.v, config.block_n, columns), boxes(self.do, config.block_m, columns),
-            *(TensorDescriptor.from_tensor(x, [config.block_m], line) for x in (self.minus_lse, self.minus_delta)),
-            TensorDescriptor.from_tensor(self.dq_sum, share, shares), boxes(self.dk, keys, columns),
+            *self.numbers(), lines(self.dq_sum, 64 * self.part), boxes(self.dk, keys, columns),
             boxes(self.dv, keys, columns), self.broken_keys, call.lengths, call.ordered_interval, lists, call.scoring,
             call.bound.softmax_scale, *self.shape, config,
         )  # fmt: skip
         grid = self.shape.tiles * self.shape.all_heads
-        _backward.start(backward_kernel, self.key, grid, args, options(config))
+        _backward.start(backward_kernel, self.key, grid, args, options(config) | CHAINED)
+
+    def numbers(self) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+        """What comes with tiles of q and of do: -lse and -delta, or both with q, see `store_starts`."""
+        rows = self.config.block_m
+        if self.starts is not None:
+            return numbers(self.starts, [rows, STARTS.value]), None
+        return numbers(self.minus_lse, [rows]), numbers(self.minus_delta, [rows])
 
     def finish(self) -> None:
-        D, _, BLOCK_D, _ = self.widths
         args = (
             self.dq_sum, strided(self.dq), self.broken_rows, self.call.lengths, self.call.bound.softmax_scale, self.row_tiles,
-            *self.shape, D, BLOCK_D, ROWS,
+            *self.shape, self.q.shape[-1], self.columns, self.part, ROWS,
+            COMPILED,
         )  # fmt: skip
-        _finish.start(finish_kernel, self.key, self.row_notes, args, {"num_warps": 4})
+        _finish.start(finish_kernel, self.key, self.row_notes, args, {"num_warps": 4} | CHAINED)
 
     def repair(self) -> None:
         tensors = (self.q, self.k, self.v, self.do)
@@ -129,10 +144,10 @@ class _Launch:
             *map(strided, tensors), self.minus_lse, self.minus_delta, *map(strided, (self.dq, self.dk, self.dv)),
             self.broken_rows, self.broken_keys, self.call.lengths, self.call.ordered_interval, self.call.scoring,
             self.call.bound.softmax_scale, self.row_tiles, *self.shape, *self.widths, ROWS, NOTES_READ,
-            2 if self.config.wide else 1,
+            2 if self.config.wide else 1, COMPILED,
         )  # fmt: skip
         grid = multiprocessors(self.q.device)
-        _repair.start(repair_kernel, self.key, grid, args, {"num_warps": 8, "num_stages": 1})
+        _repair.start(repair_kernel, self.key, grid, args, {"num_warps": 8, "num_stages": 1} | CHAINED)
 
     def dsinks(self) -> Tensor:
         shape = (-1, self.call.H, self.shape.head_rows) if not self.call.varlen else (self.call.H, self.shape.head_rows)

@@ -2,7 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 from triton.language.core import _aggregate as aggregate
 
 from tilewise.backends.device.descriptors import tma_start
@@ -10,8 +10,8 @@ from tilewise.backends.device.portable import cdiv, work_order
 from tilewise.backends.device.rows import row_tiles, tile_of
 from tilewise.backends.device.seqinfo import sequence
 
-from .backward_rows import sum_row
-from .pipeline import Ring, await_turn, make_barriers, make_ring
+from .backward_rows import TERMS, sum_row
+from .pipeline import Ring, await_turn, make_barriers, make_ring, make_tiles
 from .versions import copy_in
 
 
@@ -36,26 +36,32 @@ def columns_of(x, like):
 
 @aggregate
 class RowTiles:
-    """A ring of row tiles, each with one number per row."""
+    """A ring of row tiles, each with numbers of its rows, or none."""
 
     ring: Ring
-    numbers: gl.shared_memory_descriptor
+    numbers: gl.shared_memory_descriptor | gl.constexpr
 
     @gluon.constexpr_function
     def __init__(self, ring, numbers):
         self.ring = ring
-        self.numbers = numbers
+        self.numbers = gl.constexpr(None) if numbers is None else numbers
 
     @gluon.jit
     def fill(self, at, desc, start, number_desc, row):
         """Producer: as `Ring.fill`."""
-        STAGES: gl.constexpr = self.numbers.shape[0]
+        STAGES: gl.constexpr = self.ring.tiles.shape[0]
         stage = at % STAGES
         full = self.ring.full.index(stage)
         mbarrier.wait(self.ring.empty.index(stage), ((at // STAGES) & 1) ^ 1)
-        mbarrier.expect(full, desc.block_type.nbytes + number_desc.block_type.nbytes)
+        if number_desc is None:
+            mbarrier.expect(full, desc.block_type.nbytes)
+        else:
+            mbarrier.expect(full, desc.block_type.nbytes + number_desc.block_type.nbytes)
+            if len(number_desc.block_type.shape) == 1:
+                copy_in(number_desc, [row], full, self.numbers.index(stage))
+            else:
+                copy_in(number_desc, [row, 0], full, self.numbers.index(stage))
         copy_in(desc, start, full, self.ring.tiles.index(stage))
-        copy_in(number_desc, [row], full, self.numbers.index(stage))
 
     @gluon.jit
     def number(self, at, FIRST: gl.constexpr, LIKE: gl.constexpr):
@@ -64,11 +70,31 @@ class RowTiles:
         COUNT: gl.constexpr = LIKE.shape[1]
         return self.numbers.index(at % STAGES).slice(FIRST, COUNT).load(gl.SliceLayout(0, LIKE.layout))
 
+    @gluon.jit
+    def start(self, at, FIRST: gl.constexpr, TERM: gl.constexpr, zero):
+        """Start a tile of sums, shaped like `zero`, from a number of each column: it is the product of ones and its terms.
+
+        As a product it costs less than to load the numbers into every thread. `TERM` is the first of its terms, the rows
+        from FIRST on are the columns; see `store_starts`.
+        """
+        STAGES: gl.constexpr = self.numbers.shape[0]
+        COLUMNS: gl.constexpr = self.numbers.shape[2]
+        LAYOUT: gl.constexpr = gl.DotOperandLayout(0, zero.type.layout, 2)
+        terms = self.numbers.index(at % STAGES).slice(FIRST, zero.type.shape[1]).permute((1, 0))
+        ROWS: gl.constexpr = zero.type.shape[0]
+        column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :] + gl.zeros([ROWS, COLUMNS], gl.int32, LAYOUT)
+        ones = gl.where((column >= TERM) & (column < TERM + TERMS), 1.0, 0.0).to(gl.bfloat16)
+        return warpgroup_mma(ones, terms, zero, use_acc=False, is_async=True)
+
 
 @gluon.jit
 def make_row_tiles(desc, number_desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    numbers = gl.allocate_shared_memory(gl.float32, [STAGES] + number_desc.block_type.shape, number_desc.layout)  # noqa: RUF005
-    return RowTiles(make_ring(desc, None, STAGES, CONSUMERS), numbers)
+    ring = make_ring(desc, None, STAGES, CONSUMERS)
+    if number_desc is None:
+        return RowTiles(ring, None)
+    else:
+        numbers = make_tiles(number_desc, STAGES)
+        return RowTiles(ring, numbers)
 
 
 @aggregate
@@ -99,18 +125,20 @@ class Shared:
 
 
 @gluon.jit
-def make_shared(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, CFG: gl.constexpr):
+def make_shared(q_desc, k_desc, v_desc, do_desc, q_numbers, do_numbers, dq_desc, CFG: gl.constexpr):
     DTYPE: gl.constexpr = q_desc.dtype
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(CFG.swizzle, 16, 2)
-    q = make_row_tiles(q_desc, lse_desc, CFG.stages, CFG.frees)
-    do = make_row_tiles(do_desc, delta_desc, CFG.stages, CFG.frees)
+    q = make_row_tiles(q_desc, q_numbers, CFG.stages, CFG.frees)
+    do = make_row_tiles(do_desc, do_numbers, CFG.stages, CFG.frees)
     k = gl.allocate_shared_memory(DTYPE, [1] + k_desc.block_type.shape, k_desc.layout)  # noqa: RUF005
     v = gl.allocate_shared_memory(DTYPE, [1] + v_desc.block_type.shape, v_desc.layout)  # noqa: RUF005
     weights = gl.allocate_shared_memory(DTYPE, [2, CFG.block_n, CFG.block_m], LAYOUT)
     if CFG.wide:
         return Shared(q, do, k, v, make_barriers(1, 1), weights, q.ring.tiles)
     else:
-        dq = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, dq_desc.layout)  # noqa: RUF005
+        # Swizzled in any case, for dk, to which this memory belongs in the end, is: and that has to be aligned.
+        SHARE: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+        dq = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, SHARE)  # noqa: RUF005
         return Shared(q, do, k, v, make_barriers(1, 1), weights, dq)
 
 
@@ -142,7 +170,7 @@ def masked_tile(n, walk, early, full_last, visit):
 
 @gluon.jit
 def produce(
-    shared, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, lengths, interval, visit, call, CFG: gl.constexpr
+    shared, q_desc, k_desc, v_desc, do_desc, q_numbers, do_numbers, lengths, interval, visit, call, CFG: gl.constexpr
 ):  # fmt: skip
     """Start the copies: keys and values once, row tiles in the order in which consumers want them."""
     BLOCK_M: gl.constexpr = CFG.block_m
@@ -163,10 +191,10 @@ def produce(
                 if n >= masked:
                     i = tile_of(walk.full_first + n - masked, walk, visit)
                 shared.q.fill(
-                    at, q_desc, tma_start(q_desc, b, h, q_start, q_len, i * BLOCK_M), lse_desc, row + i * BLOCK_M
+                    at, q_desc, tma_start(q_desc, b, h, q_start, q_len, i * BLOCK_M), q_numbers, row + i * BLOCK_M
                 )
                 shared.do.fill(
-                    at, do_desc, tma_start(do_desc, b, h, q_start, q_len, i * BLOCK_M), delta_desc, row + i * BLOCK_M
+                    at, do_desc, tma_start(do_desc, b, h, q_start, q_len, i * BLOCK_M), do_numbers, row + i * BLOCK_M
                 )
                 at += 1
 

@@ -11,7 +11,7 @@ from tilewise.backends.device.gradients import finite, score_gradients, weighed_
 from tilewise.backends.device.rows import across, down, key_tiles, query_rows, row_tiles
 from tilewise.backends.device.seqinfo import load_rows, rows_at, sequence, store_rows
 
-from .backward_rows import UNSPECIALIZED, Shape, place_of, sum_row
+from .backward_rows import UNSPECIALIZED, Shape, await_kernel, place_of, sum_row
 
 
 @triton.jit
@@ -83,9 +83,11 @@ def repair_kernel(
     q, k, v, do, minus_lse, minus_delta, dq, dk, dv, broken_rows, broken_keys, lengths, interval, scoring, softmax_scale,
     note_tiles, heads, heads_kv, group, tiles, together, all_heads, batch_rows, head_rows, D: tl.constexpr,
     DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, TILE: tl.constexpr, SCAN: tl.constexpr,
-    NOTES: tl.constexpr,
+    NOTES: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     """Sums the tiles that are noted again; NOTES notes belong to one key tile."""
+    if CHAIN:
+        await_kernel()
     call = Shape(heads, heads_kv, group, tiles, together, all_heads, batch_rows, head_rows)
     row_notes, key_notes = note_tiles * heads * (all_heads // heads_kv), tiles * all_heads * 2
     # Notes are looked at many at a time: one after the other would take longer than the rest of the kernel.

@@ -13,7 +13,7 @@ from tilewise.backends.device.rows import tile_of
 from tilewise.backends.device.seqinfo import sequence
 
 from .backward_parts import broken_sums, key_tile, make_shared, masked_tile, meet, produce, row_sweep
-from .backward_rows import UNSPECIALIZED, Shape, sum_row
+from .backward_rows import UNSPECIALIZED, Shape, await_kernel, let_next_start, sum_row
 from .backward_steps import KEYS, narrow_step, wide_step
 from .pipeline import barriers_ready
 from .versions import copy_out, reinterpreted, thread_barrier
@@ -46,19 +46,19 @@ def write(desc, start, tile):
 
 @gluon.jit
 def write_narrow(GROUP: gl.constexpr, shared, dk, dv, dk_desc, dv_desc, b, hkv, k_start, k_len, key):
-    """Each consumer has its own keys, and where dq was the memory for one sum at a time."""
+    """Each consumer has its own keys: dv goes where their values were, dk where the shares of dq were, which leave first."""
     DTYPE: gl.constexpr = shared.q.ring.tiles.dtype
-    staging = reinterpreted(shared.dq.index(GROUP), DTYPE, dk_desc.block_type.shape, dk_desc.layout)
-    matrix = staging.reshape([dk.type.shape[0], dk.type.shape[1]])
+    BOX: gl.constexpr = dk_desc.block_type.shape
+    MATRIX: gl.constexpr = [dk.type.shape[0], dk.type.shape[1]]
     start = tma_start(dk_desc, b, hkv, k_start, k_len, key + GROUP * KEYS)
-    tma.store_wait(0)
+    values = shared.v.index(0)
+    values.reshape([2 * KEYS, MATRIX[1]]).slice(GROUP * KEYS, KEYS).store(dv.to(DTYPE))
+    write(dv_desc, start, values.slice(GROUP * KEYS, KEYS, dim=len(BOX) - 3))
+    tma.store_wait(1)
     thread_barrier()
-    matrix.store(dk.to(DTYPE))
+    staging = reinterpreted(shared.dq.index(GROUP), DTYPE, BOX, dk_desc.layout)
+    staging.reshape(MATRIX).store(dk.to(DTYPE))
     write(dk_desc, start, staging)
-    tma.store_wait(0)
-    thread_barrier()
-    matrix.store(dv.to(DTYPE))
-    write(dv_desc, start, staging)
     tma.store_wait(0)
 
 
@@ -131,17 +131,19 @@ def consume(
 
 @gluon.jit(do_not_specialize=UNSPECIALIZED)
 def backward_kernel(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, broken, lengths, interval, visit,
+    q_desc, k_desc, v_desc, do_desc, q_numbers, do_numbers, dq_desc, dk_desc, dv_desc, broken, lengths, interval, visit,
     scoring, softmax_scale, heads, heads_kv, group, tiles, together, all_heads, batch_rows, head_rows, CFG: gl.constexpr,
 ):  # fmt: skip
     """dv = p^T do, dk = scale ds^T q, dq = ds k with ds = p (do v^T - delta), p = exp(s - lse)."""
     call = Shape(heads, heads_kv, group, tiles, together, all_heads, batch_rows, head_rows)
-    shared = make_shared(q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, CFG)
+    shared = make_shared(q_desc, k_desc, v_desc, do_desc, q_numbers, do_numbers, dq_desc, CFG)
     barriers_ready()
+    await_kernel()
+    let_next_start()
     gl.warp_specialize([
         (consume, (0, shared, dq_desc, dk_desc, dv_desc, broken, lengths, interval, visit, scoring, softmax_scale, call,
                      CFG)),
         (consume, (1, shared, dq_desc, dk_desc, dv_desc, broken, lengths, interval, visit, scoring, softmax_scale, call,
                      CFG)),
-        (produce, (shared, q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, lengths, interval, visit, call, CFG)),
+        (produce, (shared, q_desc, k_desc, v_desc, do_desc, q_numbers, do_numbers, lengths, interval, visit, call, CFG)),
     ], [4, 1], [CFG.registers, CFG.producer_registers])  # fmt: skip

@@ -13,6 +13,7 @@ from tilewise.backends.device.seqinfo import key_interval
 from tilewise.backends.device.structs import Rows
 
 from .backward_parts import columns_of, meet, unknown_zero
+from .backward_rows import DELTA
 from .registers import halves, joined, keep_columns
 from .versions import add_to, reinterpreted, thread_barrier
 
@@ -27,13 +28,16 @@ def start_products(shared, at, keys, values, zero, scoring, FIRST: gl.constexpr)
     shared.q.ring.wait(at)
     q = shared.q.ring.tile(at).slice(FIRST, COUNT).permute((1, 0))
     if scoring.scale is None:
-        s = warpgroup_mma(keys, q, columns_of(shared.q.number(at, FIRST, zero.type), zero), is_async=True)
+        s = warpgroup_mma(keys, q, shared.q.start(at, FIRST, 0, zero), is_async=True)
     else:
         s = warpgroup_mma(keys, q, zero, use_acc=False, is_async=True)
     shared.do.ring.wait(at)
     do = shared.do.ring.tile(at).slice(FIRST, COUNT).permute((1, 0))
-    dp = warpgroup_mma(values, do, columns_of(shared.do.number(at, FIRST, zero.type), zero), is_async=True)
-    return s, dp
+    if scoring.scale is None:
+        dp = shared.q.start(at, FIRST, DELTA, zero)
+    else:
+        dp = columns_of(shared.do.number(at, FIRST, zero.type), zero)
+    return s, warpgroup_mma(values, do, dp, is_async=True)
 
 
 @gluon.jit
@@ -123,16 +127,14 @@ def narrow_step(
     if BLOCK_M == 64:
         PART: gl.constexpr = D // 2
         dq = start_share(weights, k.slice(GROUP * PART, PART, dim=1))
-        start = [dq_row, GROUP * PART]
     else:
         dq = start_share(weights.slice(GROUP * 64, 64, dim=1), k)
-        start = [dq_row + GROUP * 64, 0]
     dk = warpgroup_mma(ds, q, dk, is_async=True)
     dv, a_right = warpgroup_mma_wait(2, [dv, a_right])
-    shared.do.ring.free(at)
     tma.store_wait(0)  # the share before this one has left its memory
+    shared.do.ring.free(at)
     dq = warpgroup_mma_wait(1, [dq])
-    hand_in(dq, shared.dq.index(GROUP), dq_desc, start)
+    hand_in(GROUP, dq, shared.dq.index(GROUP), dq_desc, dq_row * D)
     dk, ds = warpgroup_mma_wait(0, [dk, ds])
     shared.q.ring.free(at)
     return dk, dv
@@ -148,12 +150,20 @@ def start_share(ds, k):
 
 
 @gluon.jit
-def hand_in(dq, staging, dq_desc, start):
-    """Add a share of dq to the sum in global memory."""
-    staging.store(dq)
+def hand_in(GROUP: gl.constexpr, dq, memory, dq_desc, first):
+    """Add a share of dq to the sum in global memory, of which number `first` is the row tile's first.
+
+    In the order in which threads hold it, 16 bytes each (see `as_rows`): as rows, banks of shared memory would conflict.
+    """
+    ROWS: gl.constexpr = dq.type.shape[0]
+    COLUMNS: gl.constexpr = dq.type.shape[1]
+    BOX: gl.constexpr = dq_desc.block_type.shape
+    staging = reinterpreted(memory, gl.float32, BOX, dq_desc.layout)
+    parts = dq.reshape([ROWS // 16, 2, 8, COLUMNS // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))
+    staging.store(parts.reshape(BOX))
     fence_async_shared()
     thread_barrier()
-    add_to(dq_desc, start, staging)
+    add_to(dq_desc, [first // BOX[1] + GROUP * BOX[0], 0], staging)
 
 
 @gluon.jit
@@ -195,8 +205,7 @@ def wide_step(
     dv, dq, dk = warpgroup_mma_wait(0, [dv, dq, dk])
     meet()  # nobody reads these rows any more
     if GROUP == 0:
-        staging = reinterpreted(q, gl.float32, dq_desc.block_type.shape, dq_desc.layout)
+        hand_in(GROUP, dq, q, dq_desc, dq_row * (2 * PART))
     else:
-        staging = reinterpreted(do, gl.float32, dq_desc.block_type.shape, dq_desc.layout)
-    hand_in(dq, staging, dq_desc, [dq_row, GROUP * PART])
+        hand_in(GROUP, dq, do, dq_desc, dq_row * (2 * PART))
     return dk, dv

@@ -20,7 +20,8 @@ class ForwardConfig:
         draws: programs draw their work from a counter, which is one more kernel to fill; else it is shared out beforehand.
         shares_out: the output leaves through the queries' shared memory.
         slack: sums are rescaled when a row's maximum has grown by more than this, in units of log2; with 0 the largest
-            weight is exactly 1, and errors are those of FlashAttention-3.
+            weight is exactly 1, and errors are those of FlashAttention-3. Simulated at D128, 1,024 keys, over those errors, on
+            normal numbers and with outliers: 8 1.04 and 1.16, 2 1.03 and 1.02. What 0 costs: 3% at D128, D256.
         aligned: of each consumer's key tiles the last one is masked and no other, see `forward_sm90.diagonal`.
         halves: consumers whose rows see only the left half of that tile work on no more; of two it is always the first one.
     """
@@ -33,7 +34,7 @@ class ForwardConfig:
     query_stages: int
     draws: bool = True
     shares_out: bool = False
-    slack: float = 8.0
+    slack: float = 2.0
     aligned: bool = False
     halves: bool = False
 

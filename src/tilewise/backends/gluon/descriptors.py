@@ -34,3 +34,19 @@ def boxes(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     shape, strides, box = box_view(x, rows, columns)
     layout = gl.NVMMASharedLayout.get_default_for(box, getattr(gl, str(x.dtype).removeprefix("torch.")))
     return TensorDescriptor(x, shape, strides, box, layout)
+
+
+def numbers(x: Tensor, box: list[int]) -> TensorDescriptor:
+    """The descriptor of numbers of rows: one each, or a line of 16-bit ones that a product reads."""
+    line = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+    matrix = gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=16, rank=2)
+    return TensorDescriptor.from_tensor(x, box, line if len(box) == 1 else matrix)
+
+
+LINE = 256  # float32 numbers: the longest row of a box
+
+
+def lines(x: Tensor, size: int) -> TensorDescriptor:
+    """The descriptor of pieces of `size` float32 numbers of `x`, one after the other."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+    return TensorDescriptor.from_tensor(x.view(-1, LINE), [size // LINE, LINE], layout)

@@ -28,13 +28,23 @@ from tilewise.backends.device.launch import Launcher, layout_key
 from tilewise.backends.device.lower import Lowered, per_row, strided, visit
 from tilewise.backends.device.order import heads_together
 from tilewise.backends.device.portable import work_order
-from tilewise.backends.device.rows import across, down, is_partial, key_tiles, pack_keys, query_rows, row_tiles, tile_of
+from tilewise.backends.device.rows import (
+    across,
+    down,
+    entry_at,
+    is_partial,
+    key_tiles,
+    pack_keys,
+    query_rows,
+    row_tiles,
+    tile_of,
+)
 from tilewise.backends.device.seqinfo import load_rows, matrix, not_finite, rows_at, sequence, store_rows
 from tilewise.backends.device.structs import Keys, Strided
 from tilewise.tiles import cdiv
 
 from .bias_gradient import dbias
-from .configs import Config, backward_configs, options, padded, precision, streamed, traits
+from .configs import Config, backward_configs, options, owned, padded, precision, streamed, traits
 from .products import product_from
 
 # Of one program of `statistics_kernel`: 39, 40 and 45 us at D64, 128 and 256; with 64 rows, 4 warps 39, 48 and 48.
@@ -95,8 +105,8 @@ def dq_sweep(
 
 @triton.jit(do_not_specialize=["heads", "group", "tiles", "batch_heads", "together"])
 def dq_kernel(
-    q, k, v, do, minus_lse, minus_delta, k_boxes, v_boxes, dq, dslopes, lengths, interval, scoring, visit, softmax_scale,
-    heads, group, tiles, batch_heads, together, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    q, k, v, do, minus_lse, minus_delta, q_boxes, do_boxes, k_boxes, v_boxes, dq, dslopes, lengths, interval, scoring, visit,
+    softmax_scale, heads, group, tiles, batch_heads, together, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dq = scale ds k with ds = p (dp - delta), dp = do v^T, p = exp(s - lse)."""
@@ -107,8 +117,9 @@ def dq_kernel(
         return
     rows = query_rows(i, b, h, q_start, q_len, k_len, shift, interval, scoring, BLOCK_M)
     t = tl.arange(0, BLOCK_M)
-    q_tile = load_rows(rows_at(q, b, h, q_start), q.row, i * BLOCK_M, q_len, t, tl.arange(0, BLOCK_D), D, False)
-    do_tile = load_rows(rows_at(do, b, h, q_start), do.row, i * BLOCK_M, q_len, t, tl.arange(0, BLOCK_DV), DV, False)
+    queries, upstream = matrix(q, q_boxes, b, h, q_start), matrix(do, do_boxes, b, h, q_start)
+    q_tile = load_rows(queries, q.row, i * BLOCK_M, q_len, t, tl.arange(0, BLOCK_D), D, q_boxes is not None)
+    do_tile = load_rows(upstream, do.row, i * BLOCK_M, q_len, t, tl.arange(0, BLOCK_DV), DV, do_boxes is not None)
     row_lse, row_delta = load_statistics(minus_lse, minus_delta, b, h, q_start, q_len, i, BLOCK_M)
     hkv = h // group
     BOXED: tl.constexpr = k_boxes is not None
@@ -137,18 +148,25 @@ def dq_kernel(
 def dkdv_sweep(
     walk, visit, dk_sum, dv_sum, dk, dv, k, v, q, do, q_boxes, do_boxes, minus_lse, minus_delta, row_keys, b, h, j, q_start,
     q_len, k_len, shift, interval, scoring, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, PRECISION: tl.constexpr,
-    CLEAN: tl.constexpr,
+    CLEAN: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """Row tiles of one head: dv += p^T do, dk += ds^T q. CLEAN: what sees no key, or is not seen, is kept out."""
+    """Row tiles of one head: dv += p^T do, dk += ds^T q. CLEAN: what sees no key, or is not seen, is kept out.
+
+    TURNED: each key tile begins at row tiles of its own.
+    """
     BLOCK_N: tl.constexpr = k.shape[0]
     BOXED: tl.constexpr = q_boxes is not None
     queries, upstream = matrix(q, q_boxes, b, h, q_start), matrix(do, do_boxes, b, h, q_start)
     key = (j * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
     t = tl.arange(0, BLOCK_M)
+    begin = None
+    if TURNED:
+        begin = walk.first + j * BLOCK_N // BLOCK_M % tl.maximum(walk.last - walk.first, 1)
     next_lse, next_delta = load_statistics(
-        minus_lse, minus_delta, b, h, q_start, q_len, tile_of(walk.first, walk, visit), BLOCK_M
+        minus_lse, minus_delta, b, h, q_start, q_len, tile_of(entry_at(walk.first, walk, begin), walk, visit), BLOCK_M
     )
-    for entry in tl.range(walk.first, walk.last):
+    for place in tl.range(walk.first, walk.last):
+        entry = entry_at(place, walk, begin)
         i = tile_of(entry, walk, visit)
         rows = query_rows(i, b, h, q_start, q_len, k_len, shift, interval, scoring, BLOCK_M, row_keys)
         row_lse, row_delta = next_lse, next_delta
@@ -170,17 +188,17 @@ def dkdv_sweep(
         if dk is not None:
             dk_sum = tl.dot((ds * slope).to(q_tile.dtype), q_tile, dk_sum, input_precision=PRECISION)
         # The next tile's products start from these: loaded there, they would be waited for.
-        next_lse, next_delta = load_statistics(
-            minus_lse, minus_delta, b, h, q_start, q_len, tile_of(entry + 1, walk, visit), BLOCK_M
-        )
+        following = tile_of(entry_at(place + 1, walk, begin), walk, visit)
+        next_lse, next_delta = load_statistics(minus_lse, minus_delta, b, h, q_start, q_len, following, BLOCK_M)
     return dk_sum, dv_sum
 
 
 @triton.jit(do_not_specialize=["heads_kv", "group", "tiles", "batch_heads", "together"])
 def dkdv_kernel(
-    q, k, v, do, minus_lse, minus_delta, row_keys, q_boxes, do_boxes, dk, dv, lengths, interval, scoring, visit, softmax_scale,
-    heads_kv, group, tiles, batch_heads, together, D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, v, do, minus_lse, minus_delta, row_keys, k_boxes, v_boxes, q_boxes, do_boxes, dk, dv, lengths, interval, scoring,
+    visit, softmax_scale, heads_kv, group, tiles, batch_heads, together, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, PRECISION: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
     """dv = p^T do, dk = scale ds^T q, summed over the query heads of the group in fp32."""
     j, head = work_order(tl.program_id(0), tiles, batch_heads, together)
@@ -190,8 +208,9 @@ def dkdv_kernel(
         return
     n = tl.arange(0, BLOCK_N)
     key = j * BLOCK_N + n
-    k_tile = load_rows(rows_at(k, b, hkv, k_start), k.row, j * BLOCK_N, k_len, n, tl.arange(0, BLOCK_D), D, False)
-    v_tile = load_rows(rows_at(v, b, hkv, k_start), v.row, j * BLOCK_N, k_len, n, tl.arange(0, BLOCK_DV), DV, False)
+    keys, values = matrix(k, k_boxes, b, hkv, k_start), matrix(v, v_boxes, b, hkv, k_start)
+    k_tile = load_rows(keys, k.row, j * BLOCK_N, k_len, n, tl.arange(0, BLOCK_D), D, k_boxes is not None)
+    v_tile = load_rows(values, v.row, j * BLOCK_N, k_len, n, tl.arange(0, BLOCK_DV), DV, v_boxes is not None)
     dk_sum, dv_sum = 0.0, 0.0  # of what is not asked for
     if dk is not None:
         dk_sum = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
@@ -201,7 +220,7 @@ def dkdv_kernel(
         walk = row_tiles(j, b, h, q_len, k_len, shift, interval, visit, BLOCK_M, BLOCK_N)
         dk_sum, dv_sum = dkdv_sweep(
             walk, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, q_boxes, do_boxes, minus_lse, minus_delta, row_keys,
-            b, h, j, q_start, q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, False,
+            b, h, j, q_start, q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, False, TURNED,
         )  # fmt: skip
     broken = 0
     if dk is not None:
@@ -218,7 +237,7 @@ def dkdv_kernel(
             walk = row_tiles(j, b, h, q_len, k_len, shift, interval, visit, BLOCK_M, BLOCK_N)
             dk_sum, dv_sum = dkdv_sweep(
                 walk, visit, dk_sum, dv_sum, dk, dv, k_tile, v_tile, q, do, q_boxes, do_boxes, minus_lse, minus_delta,
-                row_keys, b, h, j, q_start, q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, True,
+                row_keys, b, h, j, q_start, q_len, k_len, shift, interval, scoring, D, DV, BLOCK_M, PRECISION, True, TURNED,
             )  # fmt: skip
     valid = key < k_len
     if dk is not None:
@@ -312,7 +331,8 @@ class _Launch:
         tiles, heads = cdiv(call.lengths.max_q, config.block_m), call.B * call.H
         constants = self.shape(config)
         args = (
-            *self.inputs(), *streamed(config, config.block_n, self.k, self.v),
+            *self.inputs(), *owned(config, config.block_m, self.q, self.do),
+            *streamed(config, config.block_n, self.k, self.v),
             None if dq is None else strided(dq), dslopes, call.lengths, call.interval, call.scoring,
             visit(call, config.block_m, config.block_n), call.bound.softmax_scale, call.H, self.group, tiles, heads,
             heads_together(call, call.lengths.max_k, self.k, self.v, self.group), *constants,
@@ -325,11 +345,12 @@ class _Launch:
         tiles, heads = cdiv(call.lengths.max_k, config.block_n), call.B * heads_kv
         constants = self.shape(config)
         args = (
-            *self.inputs(), self._row_keys(), *streamed(config, config.block_m, self.q, self.do),
+            *self.inputs(), self._row_keys(), *owned(config, config.block_n, self.k, self.v),
+            *streamed(config, config.block_m, self.q, self.do),
             *(None if x is None else strided(x) for x in (dk, dv)), call.lengths, call.interval,
             call.scoring, visit(call, config.block_m, config.block_n, transposed=True), call.bound.softmax_scale,
             heads_kv, self.group, tiles, heads,
-            heads_together(call, call.lengths.max_q, self.q, self.do), *constants,
+            heads_together(call, call.lengths.max_q, self.q, self.do), *constants, config.turned,
         )  # fmt: skip
         key = self.key(config, constants, dk is None, dv is None)
         _dkdv.start(dkdv_kernel, key, tiles * heads, args, options(config))

@@ -32,8 +32,9 @@ class Config:
     num_warps: int = 4
     num_stages: int = 2
     descriptors: bool = True  # stream through tensor descriptors (TMA), where alignment allows it
-    owned: bool = False  # the owned rows through a descriptor, too: products then read them from registers
+    owned: int = 0  # matrices whose owned rows come through descriptors, too: products then read them from registers
     registers: int | None = None  # of a thread, at most: 168 let three programs of four warps share a multiprocessor
+    turned: bool = False  # each program of dk and dv begins at rows of its own, not all at the same
 
     def __post_init__(self):
         for name, value in (("block_m", self.block_m), ("block_n", self.block_n), ("num_warps", self.num_warps)):
@@ -74,10 +75,11 @@ def streamed(config: Config, rows: int, x: Tensor, y: Tensor) -> tuple[Any, Any]
 
 
 def owned(config: Config, rows: int, *tensors: Tensor) -> tuple[Any, ...]:
-    """The same of tensors of which a program reads `rows` rows, once."""
-    if not (config.owned and boxable(*tensors)):
-        return (None,) * len(tensors)
-    return tuple(boxes(x, rows, padded(x.shape[-1])) for x in tensors)
+    """The same of the first tensors, as many as the config says, of which a program reads `rows` rows, once."""
+    first = tensors[: config.owned]
+    if not (first and boxable(*first)):
+        first = ()
+    return (*(boxes(x, rows, padded(x.shape[-1])) for x in first), *(None,) * (len(tensors) - len(first)))
 
 
 def padded(dim: int) -> int:
@@ -143,7 +145,7 @@ def pick_forward(dim: int, dtype: torch.dtype, keys: int, uneven: bool, work: st
             return Config(64, 64, 4, 3, registers=168)  # ALiBi 302, dropout 180; (128, 64, 4, 3, False) 292, 187
         # Four programs. 1K 321 / 409, 4K 433 / 465, 16K 466 / 477; (128, 64, 4, 3, False) 269 / 334, 375 / 403, 418 / 418,
         # (64, 128, 4, 2) with 168 registers 266 / 371, 402 / 450, 454 / 476
-        return Config(64, 64, 4, 3, owned=True, registers=128)
+        return Config(64, 64, 4, 3, owned=1, registers=128)
     if dim <= 128:
         if work == "biased":
             return Config(64, 64, 4, 2)  # 314; with a third stage, one program a multiprocessor, 240
@@ -153,7 +155,7 @@ def pick_forward(dim: int, dtype: torch.dtype, keys: int, uneven: bool, work: st
             # 512 causal 228; by descriptors 204, (64, 64, 4, 3, False) 209
             return Config(64, 32, 4, 3, False, registers=168)
         # 1K 341 / 472, 4K 508 / 546, 16K 568 / 576; q in shared memory 335 / 443, 484 / 511, 535 / 534
-        return Config(64, 64, 4, 3, owned=True)
+        return Config(64, 64, 4, 3, owned=1)
     if dim <= 256:
         return Config(128, 64, 8, 2, False)  # 1K 345 / 435, 4K 511 / 518, 16K 569 / 546; by descriptors 5% less
     return Config(64, 32, 8, 1) if dim <= 512 else Config(32, 32, 8, 1)
@@ -181,13 +183,18 @@ def pick_dkdv(dim: int, dtype: torch.dtype, keys: int, uneven: bool, work: str) 
         elif work == "modified":
             config = Config(32, 64, 4, 3)  # dropout 366, softcap 484, ALiBi 477; (64, 64, 4, 2) 260, 373, 390
         else:
-            # 1K 369 / 454, 4K 564 / 579, 16K 641 / 561; (32, 64, 4, 3) 365 / 451, 504 / 543, 558 / 563
-            config = Config(64, 64, 4, 2)
+            # 1K 369 / 454, 4K 564 / 579, 16K 641 / 561; (32, 64, 4, 3) 365 / 451, 504 / 543, 558 / 563; turned 16K 646 / 622,
+            # 4K full 636 instead of 583, a window of 1K 436 instead of 462
+            config = Config(64, 64, 4, 2, turned=not uneven)
         return config, config
     if dim <= 256:
         # dk 1K 346 / 459, 16K 519 / 573, (64, 64, 4, 2) 275 / 368, 456 / 425; dv 1K 342 / 463, 16K 604 / 610, (64, 128, 8, 2)
-        # 332 / 425, 575 / 544; one kernel (64, 64, 8, 2) 16K 378 / 339
-        return Config(32, 128, 8, 3, False), Config(32, 128, 8, 4)
+        # 332 / 425, 575 / 544; one kernel (64, 64, 8, 2) 16K 378 / 339; dk turned 16K 530 / 550
+        of_dk = Config(32, 128, 8, 3, False)
+        if work != "plain":
+            return of_dk, Config(32, 128, 8, 4)
+        # k in registers: dv 1K 394 / 488, 4K 608 / 611, 16K 698 / 620; turned 371 / 512, 584 / 666, 680 / 704
+        return of_dk, Config(32, 128, 8, 4, owned=1, turned=not uneven)
     config = Config(16, 32, 8, 1) if dim <= 512 else Config(16, 16, 8, 1)
     return config, config
 
@@ -205,12 +212,19 @@ def pick_dq(dim: int, dtype: torch.dtype, keys: int, uneven: bool, work: str) ->
         # (128, 64, 4, 3) 354 / 480, 526 / 565, 595 / 594; 512 causal 262, with 168 registers 260
         return Config(64, 64, 4, 2, registers=128)
     if dim <= 128:
-        if keys <= 2048 and uneven and work == "plain":
-            return Config(64, 64, 4, 2)  # causal 512 275, 1K 385; window of 1K 500; (128, 64, 8, 3) 258, 388, 451
-        # 1K 515 full, 4K 603 / 643, 16K 689 / 683; by addresses 490, 560 / 597, 642 / 626; ALiBi 599, (64, 64, 4, 2) 513
-        return Config(128, 64, 8, 3)
+        if work != "plain":
+            return Config(128, 64, 8, 3)  # ALiBi 599; (64, 64, 4, 2) 513
+        if keys > 1024 and uneven:
+            return Config(128, 64, 8, 3)  # the whole pass, causal, 4K 391, 16K 456; with the next one 383, 446
+        # q and do in registers: 4K full 668, 16K full 698, window of 1K 538; two stages 600, 592, 507; (128, 64, 8, 3) 647,
+        # 689, 447
+        return Config(64, 64, 4, 3, owned=2)
     if dim <= 256:
-        return Config(128, 32, 8, 3, False)  # 1K 406 / 505, 16K 644 / 618; by descriptors 368 / 470, 583 / 587
+        if work != "plain":
+            return Config(128, 32, 8, 3, False)
+        # q in registers: 1K 433 / 549, 4K 631 / 656, 16K 705 / 695; without, by addresses 409 / 507, 578 / 594, 648 / 616, by
+        # descriptors 16K 583 / 587
+        return Config(128, 32, 8, 3, owned=1)
     return Config(16, 32, 8, 1) if dim <= 512 else Config(16, 16, 8, 1)
 
 
