@@ -116,10 +116,6 @@ def over_best(which: str, data: dict[str, Any]) -> tuple[float, float, float]:
     return geometric_mean(over), min(over), max(over)
 
 
-#: Where each pass of tilewise was measured as it ships.
-BENCHES = {"forward": "bench-h200", "backward": "bench-h200-backward"}
-
-
 def gpu(name: str = "bench-h200") -> str:
     """TFLOP/s of docs/performance.md: a row for each problem and pass."""
     data = stored(name)
@@ -145,8 +141,8 @@ def gpu(name: str = "bench-h200") -> str:
 
 
 def gpus() -> str:
-    """All of docs/performance.md: the grid as it was last measured, the backward pass as it ships, FlashAttention-3."""
-    return "\n\n".join([gpu(), gpu("bench-h200-backward"), peers("peers-h200"), peers("peers-h200-first")])
+    """All of docs/performance.md: the grid, then beside FlashAttention-3."""
+    return "\n\n".join([gpu(), peers("peers-h200")])
 
 
 def peers(name: str) -> str:
@@ -154,8 +150,9 @@ def peers(name: str) -> str:
     data = stored(name)
     rows: dict[tuple[str, str], dict[str, float]] = {}
     for r in data["rows"]:
-        mask = "causal" if r["causal"] else "full"
-        rows.setdefault((f"D{r['d']} {r['seqlen']} {mask}", r["pass"]), {})[r["peer"]] = r["tflops"]
+        mask = f"window {r['window']}" if r["window"] else "causal" if r["causal"] else "full"
+        heads = f" {r['heads']}/{r['heads_kv']} heads" if r["heads_kv"] != r["heads"] else ""
+        rows.setdefault((f"D{r['d']} {r['seqlen']} {mask}{heads}", r["pass"]), {})[r["peer"]] = r["tflops"]
     who = list(dict.fromkeys(peer for rates in rows.values() for peer in rates))
     lines = [
         f"The same with FlashAttention-3 in the run (`benchmarks/results/{name}.json`; torch {data['meta']['torch']}):",
@@ -169,7 +166,7 @@ def peers(name: str) -> str:
     means = ", ".join(
         "{} {:.2f}x ({:.2f}x to {:.2f}x)".format(which, *over_peers(name, which)) for which in ("fwd", "bwd")
     )
-    return "\n".join([*lines, "", f"Geometric means: {means}. {data['note']}"])
+    return "\n".join([*lines, "", f"Geometric means over the grid: {means}. {data['note']}"])
 
 
 def _over_others(rates: dict[str, float]) -> float:
@@ -180,35 +177,31 @@ def over_peers(name: str, which: str) -> tuple[float, float, float]:
     """The geometric mean, least and largest of tilewise's speed over the fastest peer, FlashAttention-3 among them."""
     rows: dict[tuple, dict[str, float]] = {}
     for r in stored(name)["rows"]:
-        if r["pass"] == which:
+        if r["pass"] == which and r["tag"] == "grid":
             rows.setdefault((r["d"], r["seqlen"], r["causal"]), {})[r["peer"]] = r["tflops"]
     over = [_over_others(rates) for rates in rows.values()]
     return geometric_mean(over), min(over), max(over)
 
 
-def grid(tests: str = "tests-h200-bf16") -> str:
-    """What the README says of Hopper: named cases that obeyed the rule, and speed over the faster of two peers."""
-    ran = [test for test in stored(tests)["passed"] if "test_matches_reference" in test]
-    failed = [test for test in stored(tests)["failures"] if "test_matches_reference" in test]
+def grid(tests: str = "tests-h200") -> str:
+    """What the README says of Hopper: named cases that obeyed the rule, and speed over the peers."""
+    found, data = stored(tests), stored("bench-h200")
+    ran, failed = ([test for test in found[key] if "test_matches_reference" in test] for key in ("passed", "failures"))
     obeyed = ", ".join(f"{sum(backend in test for test in ran)} on {backend}" for backend in ("triton", "gluon"))
-    benches = {which: stored(name) for which, name in BENCHES.items()}
-    speeds = " and ".join(
-        "{1:.2f}x {0} ({2:.2f}x to {3:.2f}x by problem)".format(which, *over_best(which, data))
-        for which, data in benches.items()
+    cudnn, triton = (
+        " and ".join(f"{data['geometric_means'][f'{x} {over}']:.2f}x {x}" for x in GPU_PASSES)
+        for over in ("over cudnn", "of triton over flash")
     )
-    triton = " and ".join(
-        f"{benches['forward']['geometric_means'][f'{x} of triton over flash']:.2f}x {x}" for x in GPU_PASSES
+    peers = " and ".join(
+        "{1:.2f}x {0} ({2:.2f}x to {3:.2f}x by problem)".format(name, *over_peers("peers-h200", which))
+        for name, which in zip(GPU_PASSES, ("fwd", "bwd"), strict=True)
     )
     return (
-        f"Named bf16 cases that obeyed the fp64 rule on one NVIDIA H200, forward and every gradient: {obeyed}; "
-        f"{len(failed)} did not (`benchmarks/results/{tests}.json`"
-        f"{': ' + stored(tests)['note'] if stored(tests).get('note') else ''}). Over a grid of "
-        f"{len(benches['forward']['results']) // 2} problems "
-        "(bf16, 16,384 tokens, D 64 to 256, 512 to 16K) the geometric mean of speed over the faster of FlashAttention-2 and "
-        f"cuDNN in the same run is {speeds}; that of the portable Triton kernels over FlashAttention-2 is {triton}. "
-        "Over the fastest of these and FlashAttention-3, on the problems that there was time for, it is "
-        f"{over_peers('peers-h200', 'fwd')[0]:.2f}x forward and {over_peers('peers-h200-first', 'bwd')[0]:.2f}x backward "
-        "([docs/performance.md](docs/performance.md))."
+        f"Named cases in fp32, fp16 and bf16 that obeyed the fp64 rule on one NVIDIA H200, forward and every gradient: {obeyed}; "
+        f"{len(failed)} did not (`benchmarks/results/{tests}.json`). Over a grid of {len(data['results']) // 2} problems (bf16, "
+        "16,384 tokens, D 64 to 256, 512 to 16K), in geometric means, GPU time over the faster of cuDNN and FlashAttention-3 is "
+        f"{peers}; over cuDNN alone, host time included, it is {cudnn}, and that of the portable Triton kernels over "
+        f"FlashAttention-2 {triton} ([docs/performance.md](docs/performance.md))."
     )
 
 
