@@ -197,11 +197,11 @@ def grid(tests: str = "tests-h200") -> str:
         for name, which in zip(GPU_PASSES, ("fwd", "bwd"), strict=True)
     )
     return (
-        f"Named cases in fp32, fp16 and bf16 that obeyed the fp64 rule on one NVIDIA H200, forward and every gradient: {obeyed}; "
-        f"{len(failed)} did not (`benchmarks/results/{tests}.json`). Over a grid of {len(data['results']) // 2} problems (bf16, "
-        "16,384 tokens, D 64 to 256, 512 to 16K), in geometric means, GPU time over the faster of cuDNN and FlashAttention-3 is "
-        f"{peers}; over cuDNN alone, host time included, it is {cudnn}, and that of the portable Triton kernels over "
-        f"FlashAttention-2 {triton} ([docs/performance.md](docs/performance.md))."
+        "Named cases in fp32, fp16 and bf16 that obeyed the fp64 rule on one NVIDIA H200, forward and every gradient: "
+        f"{obeyed}; {len(failed)} did not (`benchmarks/results/{tests}.json`). Over a grid of {len(data['results']) // 2} "
+        "problems (bf16, 16,384 tokens, D 64 to 256, 512 to 16K), in geometric means, GPU time over the faster of cuDNN and "
+        f"FlashAttention-3 is {peers}; over cuDNN alone, host time included, it is {cudnn}, and that of the portable Triton "
+        f"kernels over FlashAttention-2 {triton} ([docs/performance.md](docs/performance.md))."
     )
 
 
