@@ -188,7 +188,7 @@ DECODE = [
     Case("decode_bias_per_head", Sq=3, Sk=300, H=6, Hkv=2, D=32, bias="H1K"),
     Case("decode_sinks", Sq=3, Sk=300, H=6, Hkv=2, D=32, sinks=True),
     Case("decode_dropout", Sq=3, Sk=300, H=6, Hkv=2, D=32, dropout=0.3),
-    Case("decode_one_key_each", Sq=8, Sk=50, H=8, Hkv=4, D=48, magnitude=3.0, softmax_scale=0.3, mask=(("window", 0, 0),),
+    Case("decode_one_key_each", Sq=8, Sk=50, H=8, D=48, magnitude=3.0, softmax_scale=0.3, mask=(("window", 0, 0),),
          poison=True),
     Case("decode_logits_1e3", Sq=2, Sk=300, H=4, Hkv=2, D=64, magnitude=16.0),
     Case("decode_mix", Sq=3, Sk=210, H=6, Hkv=2, D=24, Dv=40, softcap=4.0, alibi="BH", bias="BHQK", sinks=True,
