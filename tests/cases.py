@@ -152,8 +152,11 @@ EXTREMES = [
     Case("logits_all_very_negative", Sq=40, D=128, offset=0.0, magnitude=1.0, softmax_scale=-1e5, dtypes=(FP32, FP64)),
     Case("constant_1000", B=1, Sq=24, D=64, magnitude=0.0, offset=1000.0, dtypes=(FP32, FP64, BF16, FP16)),
     Case("magnitude_5", B=1, Sq=128, D=64, magnitude=5.0, mask=(CAUSAL,), dtypes=(FP16, BF16, FP32)),
+    # Rows see one key, with weight 1 exactly, beside NaN that they must not see.
+    Case("one_key_each", Sq=40, Sk=50, D=48, magnitude=3.0, softmax_scale=0.3, mask=(("window", 0, 0),), poison=True),
+    Case("one_key_each_softcap", Sq=60, Sk=70, H=4, D=64, magnitude=3.0, softcap=1e4, mask=(("window", 0, 0),), poison=True),
     Case("tiny_inputs", Sq=40, magnitude=1e-18, mask=(CAUSAL,), dtypes=(FP32, FP64, BF16)),
-]
+]  # fmt: skip
 
 NEEDS = [
     Case("needs_q", Sq=40, needs=("q",), H=4, Hkv=2, sinks=True, alibi="H", bias="BHQK"),
@@ -185,6 +188,8 @@ DECODE = [
     Case("decode_bias_per_head", Sq=3, Sk=300, H=6, Hkv=2, D=32, bias="H1K"),
     Case("decode_sinks", Sq=3, Sk=300, H=6, Hkv=2, D=32, sinks=True),
     Case("decode_dropout", Sq=3, Sk=300, H=6, Hkv=2, D=32, dropout=0.3),
+    Case("decode_one_key_each", Sq=8, Sk=50, H=8, D=48, magnitude=3.0, softmax_scale=0.3, mask=(("window", 0, 0),),
+         poison=True),
     Case("decode_logits_1e3", Sq=2, Sk=300, H=4, Hkv=2, D=64, magnitude=16.0),
     Case("decode_mix", Sq=3, Sk=210, H=6, Hkv=2, D=24, Dv=40, softcap=4.0, alibi="BH", bias="BHQK", sinks=True,
          dropout=0.2, strides="transposed", mask=(("document", "BS"), ("window", 150, 10))),

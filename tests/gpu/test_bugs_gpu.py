@@ -122,6 +122,16 @@ def test_B33_group_sizes(G, Sq, backend):
     _check(Case(B=1, Sq=Sq, Sk=150, H=2 * G, Hkv=2, D=64, mask=CAUSAL if G % 2 else ()), backend)
 
 
+def test_rows_of_one_key_beside_nan(backend):
+    """Their outputs are values, to the ulp: weights that came from the rounded lse were off by twelve."""
+    case = Case(
+        lengths_q=(27, 42, 63, 112), lengths_k=(27, 31, 16, 32), used_q=(1, 19, 16, 56), used_k=(9, 6, 6, 14), H=6, Hkv=3,
+        D=128, spare=1, mask=(("dense", "1K", 0.1), ("dense", "111", 1.0)), softmax_scale=0.05, alibi="BH", bias="Q1",
+        strides="reversed", magnitude=3.0, poison=True,
+    )  # fmt: skip
+    assert_matches_reference(on_gpu(case, backend, torch.float32, seed=11), backend=backend)
+
+
 def test_B36_group_sums_are_rounded_once(backend):
     """MQA: dk, summed over 32 heads, is as close as one rounding of the exact sum."""
     inputs = on_gpu(Case(B=1, Sq=64, H=32, Hkv=1, D=32), backend)

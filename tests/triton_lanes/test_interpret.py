@@ -28,6 +28,7 @@ NAMES = (
     "mix_everything", "varlen_empty_sequences", "varlen_seqused", "varlen_mix", "gqa3_short", "dv_larger",
     "no_queries", "no_queries_bias", "no_keys_sink", "batch_of_none", "varlen_no_sequences", "reversed", "needs_k_bias",
     "needs_slopes", "softcap_unseen_keys", "softcap_saturated_large", "sinks_rows_without_keys",
+    "one_key_each", "one_key_each_softcap",
 )  # fmt: skip
 CHOSEN = [case for case in CASES if case.name in NAMES]
 
@@ -104,6 +105,18 @@ def test_upstream_gradients_of_any_strides():
     q, k, v = (torch.randn(2, 20, 2, 16) for _ in range(3))
     do, dlse = torch.ones(()).expand(2, 20, 2, 16), torch.ones(()).expand(2, 2, 20)
     assert_matches_reference(Inputs(q, k, v, {"causal": True}, do=do, dlse=dlse), backend="triton")
+
+
+@pytest.mark.parametrize("Sq", [1, 40])
+@pytest.mark.parametrize("bias", [-1e4, -1e30])
+def test_nan_behind_a_mask_beside_large_scores(Sq, bias):
+    """Rows beside it are summed again: with the same weights, which 2^(score - lse) is not where one ulp of lse is large."""
+    q, k, v = torch.randn(1, Sq, 4, 16), torch.randn(1, 40, 2, 16), torch.randn(1, 40, 2, 16)
+    mask = torch.arange(40) != 3
+    options = {"mask": mask.expand(Sq, 40), "bias": torch.full((Sq, 1), bias), "backend": "triton"}
+    clean = tilewise.attention(q, k, v, **options)
+    v[:, 3] = torch.nan
+    torch.testing.assert_close(tilewise.attention(q, k, v, **options), clean, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("poisoned", ["q", "do"])

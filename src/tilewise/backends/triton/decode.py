@@ -12,7 +12,7 @@ from tilewise.backends.device.launch import Launcher, layout_key
 from tilewise.backends.device.lower import Lowered, packed_visit, per_row, strided
 from tilewise.backends.device.rows import down, key_tiles, packed_rows, part_of, row_offsets
 from tilewise.backends.device.seqinfo import not_finite, rows_at, sequence
-from tilewise.backends.device.softmax import LN2, LOG2E
+from tilewise.backends.device.softmax import LN2
 from tilewise.backends.device.structs import Keys
 from tilewise.tiles import cdiv
 
@@ -58,8 +58,7 @@ def decode_kernel(
     if parts is None:
         if max_logit is not None:
             tl.atomic_max(max_logit + rows.h, top * LN2, mask=rows.valid)
-        acc, row_lse, scale = write_rows(o, lse, sinks, acc, top, total, rows, q_start, scoring, DV)
-        lse2 = row_lse * LOG2E
+        acc, norm, scale = write_rows(o, lse, sinks, acc, top, total, rows, q_start, scoring, DV)
         target, offset = rows_at(o, b, 0, q_start), row_offsets(o, rows)
     else:
         row = place * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -68,12 +67,11 @@ def decode_kernel(
         tl.store(total_at, total)
         target, offset = parts, tl.cast(row, tl.int64) * BLOCK_DV
         tl.store(target + offset[:, None] + tl.arange(0, BLOCK_DV)[None, :], acc)
-        lse2, scale = top, 1.0
+        norm, scale = tl.full([BLOCK_M], 1.0, tl.float32), 1.0
     if not_finite(acc) > 0:
-        lse2 = tl.where(lse2 == -float("inf"), float("inf"), lse2)
         repair_rows(
-            target, offset, rows_at(v, b, hkv, k_start), walk, visit, q_tile, keys, down(rows), scoring, lse2, scale, D,
-            DV, BLOCK_N, min(32, BLOCK_DV), PRECISION, False,
+            target, offset, rows_at(v, b, hkv, k_start), walk, visit, q_tile, keys, down(rows), scoring, top, norm, scale,
+            D, DV, BLOCK_N, min(32, BLOCK_DV), PRECISION, False,
         )  # fmt: skip
 
 

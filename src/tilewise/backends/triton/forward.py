@@ -12,7 +12,7 @@ from tilewise.backends.device.portable import work_order
 from tilewise.backends.device.rows import down, is_partial, key_tiles, query_rows, row_offsets, tile_of
 from tilewise.backends.device.scoremods import drop, hide, scores
 from tilewise.backends.device.seqinfo import load_rows, matrix, not_finite, rows_at, sequence, store_rows
-from tilewise.backends.device.softmax import LN2, LOG2E, finish_softmax, update_softmax
+from tilewise.backends.device.softmax import LN2, finish_softmax, update_softmax
 from tilewise.backends.device.structs import Keys
 from tilewise.tiles import cdiv
 
@@ -48,15 +48,17 @@ def forward_sweep(
 
 @triton.jit
 def repair_rows(
-    o, offset, v_base, walk, visit, q, keys, rows, scoring, lse2, scale, D: tl.constexpr, DV: tl.constexpr,
+    o, offset, v_base, walk, visit, q, keys, rows, scoring, top, norm, scale, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr, BOXED: tl.constexpr,
 ):  # fmt: skip
     """Write the rows' outputs again, at o + offset, with every value taken only by the rows that see it.
 
     In a product p v an Inf or NaN in v reaches rows with p = 0, too. Where outputs are not finite, this slow pass
-    multiplies finite values only, and counts the others for the rows that see them.
+    multiplies finite values only, and counts the others for the rows that see them. p is that of the sweep, off the same
+    `top`, times `norm`: 2^(s - lse) would be wrong by the roundings of lse, which grow with the scores.
     """
     n = tl.arange(0, BLOCK_N)
+    shift = tl.where(top == -float("inf"), 0.0, top)  # of a row that has seen no key
     for c in tl.range(0, DV, COLUMNS, num_stages=1):
         column = c + tl.arange(0, COLUMNS)
         acc = tl.zeros([q.shape[0], COLUMNS], tl.float32)
@@ -67,7 +69,7 @@ def repair_rows(
             k = load_rows(keys.k, keys.k_row, j * BLOCK_N, keys.length, n, tl.arange(0, q.shape[1]), D, BOXED)
             s, _ = scores(tl.dot(q, tl.trans(k), input_precision=PRECISION), scoring, rows, key, keys.length)
             s = hide(s, scoring, rows, key, keys.length)
-            p = tl.math.exp2(s * scoring.factor - lse2[:, None])
+            p = tl.math.exp2(s * scoring.factor - shift[:, None]) * norm[:, None]
             if scoring.seed is not None:
                 p = drop(p, scoring, rows, key)
             v = load_rows(v_base, keys.v_row, j * BLOCK_N, keys.length, n, column, DV, False)
@@ -82,7 +84,7 @@ def repair_rows(
 
 @triton.jit
 def write_rows(o, lse, sinks, acc, top, total, rows, q_start, scoring, DV: tl.constexpr):
-    """From sums over the keys to o and lse; returns both, and the factor that dropout leaves to normalised sums."""
+    """From sums over the keys to o and lse; returns o, and its two factors: what normalises it, what dropout leaves to do."""
     if sinks is not None:
         row_lse, norm = finish_softmax(top, total, tl.load(sinks + rows.h))
     else:
@@ -94,7 +96,7 @@ def write_rows(o, lse, sinks, acc, top, total, rows, q_start, scoring, DV: tl.co
     acc = acc * (norm * scale)[:, None]
     column = tl.arange(0, acc.shape[1])
     store_rows(rows_at(o, rows.b, 0, q_start), 1, acc, row_offsets(o, rows), column, rows.valid, DV)
-    return acc, row_lse, scale
+    return acc, norm, scale
 
 
 @triton.jit(do_not_specialize=["heads", "group", "tiles", "batch_heads", "together"])
@@ -125,12 +127,11 @@ def forward_kernel(
     if max_logit is not None:
         highest = tl.max(tl.where(rows.valid, top, -float("inf")), 0) * LN2
         tl.atomic_max(max_logit + h, highest)
-    acc, row_lse, scale = write_rows(o, lse, sinks, acc, top, total, rows, q_start, scoring, DV)
+    acc, norm, scale = write_rows(o, lse, sinks, acc, top, total, rows, q_start, scoring, DV)
     if not_finite(acc) > 0:
-        lse2 = tl.where(row_lse == -float("inf"), float("inf"), row_lse * LOG2E)
         repair_rows(
             rows_at(o, b, 0, q_start), row_offsets(o, rows), rows_at(v, b, hkv, k_start), walk, visit, q_tile, keys,
-            down(rows), scoring, lse2, scale, D, DV, BLOCK_N, min(32, BLOCK_DV), PRECISION, BOXED,
+            down(rows), scoring, top, norm, scale, D, DV, BLOCK_N, min(32, BLOCK_DV), PRECISION, BOXED,
         )  # fmt: skip
 
 
