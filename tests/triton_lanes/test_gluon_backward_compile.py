@@ -40,11 +40,11 @@ def test_hopper_backward_compiles(case):
         assert each.metadata.shared <= SHARED_BYTES["sm_90"], each.name
     for each in (prepare, finish):
         assert spilled_bytes(each) == 0, each.name
-    assert not [note for note in serialized(kernel) if not HARMLESS.search(note)]
     loops = sorted(product_loops(kernel), key=len)
     assert len(loops) == 4  # with and without masking, of each consumer
-    if not TUNED:
+    if not TUNED:  # with 3.9 some have too few registers for products side by side; dispatch takes them with 3.6 only
         return
+    assert not [note for note in serialized(kernel) if not HARMLESS.search(note)]
     assert spilled_bytes(kernel) <= SPILLED
     for loop in loops[:2]:
         assert sum("LDL" in x or "STL" in x for x in loop) <= 1
