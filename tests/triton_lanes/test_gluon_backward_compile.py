@@ -28,9 +28,12 @@ CASES = [
 ]  # fmt: skip
 #: Bytes that a kernel may keep in local memory, outside the loops without masking but for one number: what its epilogue
 #: needs again, and where lists go on.
-SPILLED = 260
+SPILLED = 240
+SPILLED_BY = {"blocks_d64": 252}
 #: Notes of ptxas that serialise nothing: a wait or an arrival put in.
 HARMLESS = re.compile(r"\(C751[79]\)")
+#: With Triton 3.9, with which dispatch does not take these kernels, too few registers are left for products side by side.
+UNTUNED_SERIALIZED = ("causal_d128", "document_d128", "blocks_d64")
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
@@ -40,12 +43,13 @@ def test_hopper_backward_compiles(case):
         assert each.metadata.shared <= SHARED_BYTES["sm_90"], each.name
     for each in (prepare, finish):
         assert spilled_bytes(each) == 0, each.name
+    if TUNED or case.name not in UNTUNED_SERIALIZED:
+        assert not [note for note in serialized(kernel) if not HARMLESS.search(note)]
     loops = sorted(product_loops(kernel), key=len)
     assert len(loops) == 4  # with and without masking, of each consumer
-    if not TUNED:  # with 3.9 some have too few registers for products side by side; dispatch takes them with 3.6 only
+    if not TUNED:
         return
-    assert not [note for note in serialized(kernel) if not HARMLESS.search(note)]
-    assert spilled_bytes(kernel) <= SPILLED
+    assert spilled_bytes(kernel) <= SPILLED_BY.get(case.name, SPILLED)
     for loop in loops[:2]:
         assert sum("LDL" in x or "STL" in x for x in loop) <= 1
         assert sum("WARPGROUP.DEPBAR" in x for x in loop) <= 5  # the kernel's own waits for products, no more

@@ -136,7 +136,7 @@ def make_shared(q_desc, k_desc, v_desc, do_desc, q_numbers, do_numbers, dq_desc,
     if CFG.wide:
         return Shared(q, do, k, v, make_barriers(1, 1), weights, q.ring.tiles)
     else:
-        # Swizzled in any case, for dk, to which this memory belongs in the end, is: and that has to be aligned.
+        # Shares lie there line by line, but dk, which follows them, is swizzled, and memory for that has to be aligned.
         SHARE: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
         dq = gl.allocate_shared_memory(gl.float32, [2] + dq_desc.block_type.shape, SHARE)  # noqa: RUF005
         return Shared(q, do, k, v, make_barriers(1, 1), weights, dq)
